@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from gradsplit.launch.entry import check_entry
-from gradsplit.launch.errors import USAGE_EXIT_CODE, LaunchError, let_rank_0_tell
+from gradsplit.launch.errors import USAGE_EXIT_CODE, LaunchError, let_rank_0_print
 from gradsplit.launch.job import run_job
 from gradsplit.launch.launch_spec import DEFAULT_SIGNALS, EntryKind, LaunchSpec
 from gradsplit.launch.mpi_environment import find_mpi
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments = _of_doctor(arguments[1:], rank)
     exit_code = _run(arguments, rank)
     if exit_code:
-        let_rank_0_tell(rank)
+        let_rank_0_print(rank)
     return exit_code
 
 
@@ -92,7 +92,7 @@ def spec_of(options: argparse.Namespace) -> LaunchSpec:
         raise LaunchError("--master-addr is empty; allowed: a host name or IP address of rank 0's node")
     processes = options.nproc_per_node
     for streams in filter(None, (options.redirects, options.tee)):
-        streams_of(streams, 0)  # A fault is told at once.
+        streams_of(streams, 0)  # A fault is reported at once.
     timeout = options.shutdown_timeout or os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
     return LaunchSpec(
         entry=options.command[0],

@@ -15,7 +15,7 @@ _ASKING_S = 8
 
 @dataclass(frozen=True)
 class Gpu:
-    """What the driver tells of one."""
+    """What the driver reports of one."""
 
     index: str
     uuid: str
@@ -30,7 +30,7 @@ def list_gpus() -> list[Gpu]:
         return []
     query = "--query-gpu=index,uuid,driver_version,pci.bus_id"
     try:
-        told = subprocess.run(
+        listed = subprocess.run(
             [program, query, "--format=csv,noheader"],
             check=True,
             stdin=subprocess.DEVNULL,
@@ -40,7 +40,7 @@ def list_gpus() -> list[Gpu]:
         )
     except (OSError, subprocess.SubprocessError):
         return []
-    return [Gpu(*words) for line in told.stdout.splitlines() if len(words := line.split(", ")) == 4]
+    return [Gpu(*words) for line in listed.stdout.splitlines() if len(words := line.split(", ")) == 4]
 
 
 def gpu_of(gpus: Sequence[Gpu], visible: str | None, local_rank: int) -> Gpu | None:
@@ -58,7 +58,7 @@ def bound_to_one_device(
     """Return whether this supervisor's one process has a device of its own, the only one that it sees.
 
     Then that is device 0, whatever the local rank. Schedulers give each rank another device in a variable, or, with
-    control groups, the same number 0: those are told apart by what the driver shows. Called on all supervisors.
+    control groups, the same number 0: those are distinguished by what the driver shows. Called on all supervisors.
     """
     values = (environment.get(name, "").strip() for name in _VARIABLES)
     own = next((value for value in values if value and "," not in value), None)

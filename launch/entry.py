@@ -1,4 +1,4 @@
-"""Is there something to run? Asked first, so that N ranks do not each fail on a misspelt name."""
+"""Is there something to run? Checked first, so that N ranks do not each fail on a misspelt name."""
 
 import importlib.util
 import os

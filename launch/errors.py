@@ -1,4 +1,4 @@
-"""The launcher's one kind of error for users, and who tells it."""
+"""The launcher's one kind of error for users, and who reports it."""
 
 import time
 
@@ -29,28 +29,28 @@ class RankLostError(Exception):
     waits for it would return."""
 
     def __init__(
-        self, rank: int, told: str, *, found_here: bool = False, exit_code: int = LOST_EXIT_CODE
+        self, rank: int, message: str, *, found_here: bool = False, exit_code: int = LOST_EXIT_CODE
     ) -> None:
         super().__init__(rank)
         self.rank = rank
-        self.told = told
-        """What is to be told of it, with {} for who has gone; empty where nothing is."""
+        self.message = message
+        """What to print of it, with {} for who has gone; empty where nothing is to be printed."""
         self.found_here = found_here
-        """Whether this supervisor found out, and has told all others: it is the one that tells on the screen."""
+        """Whether this supervisor found out, and has sent it to all others: it is the one that prints it."""
         self.exit_code = exit_code
 
 
 def silent_for(seconds: float) -> str:
-    """Return what is to be told of a supervisor of which nothing has been heard for so long."""
+    """Return the message about a supervisor from which no heartbeat has come for so long."""
     return f"nothing has been heard of {{}} for {seconds:.0f} s: the machine or the network has failed"
 
 
 LAUNCHER_GONE = "the launcher on {} has ended: it was killed, or its machine has failed"
-"""What is to be told of a supervisor that ended without a word."""
+"""The message about a supervisor that ended without sending anything."""
 
 
-def let_rank_0_tell(rank: int | None) -> None:
-    """Called on every rank before it ends with an error, which rank 0 alone tells: ``mpiexec`` ends all others when the
-    first has ended, perhaps before they have said anything."""
+def let_rank_0_print(rank: int | None) -> None:
+    """Called on every rank before it ends with an error, which rank 0 alone prints: ``mpiexec`` ends all others when
+    the first has ended, perhaps before they have printed anything."""
     if rank:
         time.sleep(_HEAD_START_S)

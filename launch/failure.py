@@ -25,18 +25,18 @@ class Failure:
 
     @property
     def exit_code(self) -> int:
-        """The exit code that tells of it, in the shells' convention: 128+N for signal N."""
+        """Its exit code in the shells' convention: 128+N for signal N."""
         return self.status if self.status >= 0 else 128 - self.status
 
 
 def report(failure: Failure, placement: RankPlacement) -> str:
     """Return what stands last on the screen after the failure that ended the group of processes."""
-    told = f"launch: {describe(failure, placement)}"
+    text = f"launch: {describe(failure, placement)}"
     if failure.last_words:
-        told = (
-            f"launch: rank {failure.rank} on {placement.hostname} wrote last:\n{failure.last_words}\n{told}"
+        text = (
+            f"launch: rank {failure.rank} on {placement.hostname} wrote last:\n{failure.last_words}\n{text}"
         )
-    return f"{failure.elsewhere}{told}"
+    return f"{failure.elsewhere}{text}"
 
 
 def collapsed(exceptions: Mapping[int, str], first: int) -> str:

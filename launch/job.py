@@ -112,8 +112,8 @@ def run_job(spec: LaunchSpec) -> int:
         if end.signal_number is not None:
             return 128 + end.signal_number
         outcome = _outcome(record, ended_s, end, installation.mpiexec)
-    if outcome.told:
-        print(outcome.told, file=sys.stderr)
+    if outcome.message:
+        print(outcome.message, file=sys.stderr)
     return outcome.exit_code
 
 
@@ -138,13 +138,13 @@ def _outcome(record: JobRecord, ended_s: float, end: _MpiexecEnd, mpiexec: Path)
     # An mpiexec that crashes ends ranks here without a word. Else, what failed elsewhere may be a consequence.
     if gone is not None and (end.stayed or end.status >= 0):
         machine, first = gone
-        told = LAUNCHER_GONE.format(f"{machine}, rank {ranges(first)},")
-        before = "" if outcome is None else f"{outcome.told}\n"
-        return Outcome(ended_s, LOST_EXIT_CODE, f"{before}launch: {told}; the other ranks were ended")
+        message = LAUNCHER_GONE.format(f"{machine}, rank {ranges(first)},")
+        before = "" if outcome is None else f"{outcome.message}\n"
+        return Outcome(ended_s, LOST_EXIT_CODE, f"{before}launch: {message}; the other ranks were ended")
     if outcome is not None:
         return outcome
-    untold = record.ends_untold()
-    if not (end.status or untold):  # Rank 0 was on a machine that does not see the record, and all is well.
+    unknown = record.lacks_end()
+    if not (end.status or unknown):  # Rank 0 was on a machine that does not see the record, and all is well.
         return Outcome(ended_s, 0, "")
     how = "did not end by itself" if end.stayed else how_it_ended(end.status)
     meanwhile = (
@@ -153,7 +153,7 @@ def _outcome(record: JobRecord, ended_s: float, end: _MpiexecEnd, mpiexec: Path)
     exit_code = end.status if end.status >= 0 else 128 - end.status
     return Outcome(
         ended_s,
-        LOST_EXIT_CODE if end.stayed else exit_code or int(untold),
+        LOST_EXIT_CODE if end.stayed else exit_code or int(unknown),
         f"launch: {mpiexec} {how}{meanwhile}",
     )
 

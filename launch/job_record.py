@@ -1,8 +1,8 @@
-"""What the ranks tell the launcher that started ``mpiexec``: in files, since an ``mpiexec`` may die at any moment.
+"""What the ranks report to the launcher that started ``mpiexec``: in files, since an ``mpiexec`` may die at any moment.
 
 Open MPI's has crashed while it ended a failed job: its own exit code says nothing of the ranks then, and what they
 wrote to the screen through it may be lost. The files lie in the launcher's folder, in ``--log-dir`` where that is given
-(a cluster's machines share it as a rule); ranks on a machine without it tell through ``mpiexec``.
+(a cluster's machines share it as a rule); ranks on a machine without it report through ``mpiexec``.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ class Outcome:
 
     time_s: float
     exit_code: int
-    told: str
-    """What stands last on the screen."""
+    message: str
+    """What is printed last."""
 
 
 class JobRecord:
@@ -46,7 +46,7 @@ class JobRecord:
         unfinished.replace(self._folder / f"{_BEGUN}{rank}")
 
     def note_leaving(self, rank: int | None) -> None:
-        """Called by a supervisor that ends on purpose, or is told to end."""
+        """Called by a supervisor that ends on purpose, or by a signal."""
         self._note_time(f"{_LEFT}{rank}")
 
     def note_gone(self, rank: int | None) -> None:
@@ -88,9 +88,9 @@ class JobRecord:
         return self._seen != running
 
     def first_gone(self) -> tuple[str, list[int]] | None:
-        """Return the machine and ranks of the supervisors that ended without a word before others did or were told to.
+        """Return the machine and ranks of the supervisors that ended without a note, before others did or had to.
 
-        Where Open MPI's library misses one, it ends the others without a word, too. None where nothing can be told.
+        Where Open MPI's library misses one, it ends the others without a note, too. None where the first is unknown.
         """
         begun, left, gone = self._begun(), self._times(_LEFT), self._times(_GONE)
         ends = {rank: left.get(rank, gone.get(rank, 0.0)) for rank in begun}
@@ -104,7 +104,7 @@ class JobRecord:
         """Return whether an end is noted."""
         return (self._folder / _END).exists()
 
-    def ends_untold(self) -> bool:
+    def lacks_end(self) -> bool:
         """Return whether rank 0, which would have noted an end here, has not: something ended it."""
         return 0 in self._begun() and not self.has_ended()
 
@@ -144,7 +144,7 @@ class JobRecord:
         if outcome is None:
             (self._folder / name).unlink(missing_ok=True)
             return
-        self._replace(name, json.dumps([outcome.time_s, outcome.exit_code, outcome.told]))
+        self._replace(name, json.dumps([outcome.time_s, outcome.exit_code, outcome.message]))
 
     def _replace(self, name: str, text: str) -> None:
         unfinished = self._folder / f"{name}.unfinished"

@@ -81,7 +81,7 @@ def find_mpi(environment: Mapping[str, str]) -> MpiInstallation:
 
 
 def find_running_library(environment: Mapping[str, str]) -> Path | None:
-    """Return the library of the MPI whose ``mpiexec`` started this process; None when it cannot be told.
+    """Return the library of the MPI whose ``mpiexec`` started this process; None when it cannot be found out.
 
     The first installation on PATH with the flavour that the environment shows: what the user's shell ran.
     """

@@ -1,4 +1,4 @@
-"""What ``mpiexec`` tells a process through environment variables, before MPI has been initialised.
+"""What ``mpiexec`` says to a process through environment variables, before MPI has been initialised.
 
 Sources: Open MPI's and PMIx's documentation of the variables of launched processes; Hydra (MPICH, Intel MPI)
 and Slurm's PMI plug-ins set ``PMI_RANK`` and ``PMI_SIZE``.

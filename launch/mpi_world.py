@@ -49,7 +49,7 @@ class MpiWorld:
 
     def __init__(self, mpi: Any, signal_grace_s: float) -> None:
         self.signal_grace_s = signal_grace_s
-        """How long processes have to end when we are told to."""
+        """How long processes have to end after a signal."""
         self._mpi = mpi
         self._ranks = mpi.COMM_WORLD
         self._barrier: Any = None

@@ -35,7 +35,7 @@ def mpiexec_command(
 def mpiexec_variables(installation: MpiInstallation, as_root: bool) -> dict[str, str]:
     """Return the environment variables to add for ``mpiexec`` and its ranks.
 
-    ``as_root``: whether the user is root, whom Open MPI refuses unless told twice that it is meant.
+    ``as_root``: whether the user is root, whom Open MPI refuses unless two variables say that it is meant.
     """
     variables = {"MPI4PY_LIBMPI": installation.library_names()}
     if installation.flavour is Flavour.OPEN_MPI and as_root:

@@ -30,7 +30,7 @@ WITHOUT_EFFECT = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Tells a fault in one line, without a page of usage around it."""
+    """Reports a fault in one line, without a page of usage around it."""
 
     def error(self, message: str) -> NoReturn:
         raise LaunchError(message)

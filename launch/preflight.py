@@ -1,7 +1,7 @@
 """Before a job on several machines starts: what each rank has, in one table, and in words what differs.
 
 On one machine all ranks have the same Python and the same script: nothing is compared there, and nothing waited for.
-Nothing of the user's or of torch is imported to find out: packages tell their versions in files.
+Nothing of the user's or of torch is imported to find out: versions of packages stand in files.
 """
 
 import hashlib
@@ -71,21 +71,21 @@ def preflight_table(
             users.setdefault((place.hostname, gpu.uuid), []).append(place.rank)
         name = "-" if gpu is None else gpu.uuid
         rows.append((str(place.rank), place.hostname, name, *(facts.get(title, "?") for title in titles)))
-    told = [f"launch: {line}" for line in _aligned(rows)]
+    lines = [f"launch: {line}" for line in _aligned(rows)]
     for title in titles:
         holders: dict[str, list[str]] = {}
         for host, facts in machines.items():
             holders.setdefault(facts.get(title, "?"), []).append(host)
         if len(holders) > 1:
             each = "; ".join(f"{value} on {', '.join(hosts)}" for value, hosts in holders.items())
-            told.append(f"launch: the machines differ in {title}: {each}")
+            lines.append(f"launch: the machines differ in {title}: {each}")
     for (host, uuid), ranks in users.items():
         if len(ranks) > 1:
-            told.append(f"launch: ranks {', '.join(map(str, ranks))} on {host} share {uuid}")
+            lines.append(f"launch: ranks {', '.join(map(str, ranks))} on {host} share {uuid}")
     without = [place.rank for place in placements if not any(place.rank in ranks for ranks in users.values())]
     if users and without:
-        told.append(f"launch: ranks without a GPU: {', '.join(map(str, without))}")
-    return "\n".join(told)
+        lines.append(f"launch: ranks without a GPU: {', '.join(map(str, without))}")
+    return "\n".join(lines)
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -29,7 +29,7 @@ class RankProcess:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.status: int | None = None
-        """How it ended, as the keeper has told: an exit code, or -N for signal N; None while it runs."""
+        """How it ended, as the keeper has reported: an exit code, or -N for signal N; None while it runs."""
         self.ended_s = 0.0
         """When it ended, by the clock."""
 
@@ -90,15 +90,15 @@ class ProcessKeeper:
             self._pid = 0
 
     def _listen(self, timeout_s: float | None) -> None:
-        """Take what the keeper has said: ``PID`` of a process it started, ``PID STATUS TIME`` of one that ended."""
+        """Receive what the keeper has sent: ``PID`` of a process it started, ``PID STATUS TIME`` of one that ended."""
         if not select.select([self._socket], [], [], timeout_s)[0]:
             return
-        said = self._socket.recv(65536)
-        if not said:
+        received = self._socket.recv(65536)
+        if not received:
             for process in self._processes.values():
                 process.send(signal.SIGKILL)
             raise ChildProcessError("the launcher's own process that starts and ends the ranks has gone")
-        *lines, self._heard = (self._heard + said).split(b"\n")
+        *lines, self._heard = (self._heard + received).split(b"\n")
         for line in lines:
             pid, *end = line.split()
             if end:

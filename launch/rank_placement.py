@@ -1,6 +1,6 @@
 """Where each rank sits, and the variables by which torchrun would tell it so.
 
-MPI gives a rank and a world size; nodes are told apart by host name, since MPI's own variables do not number
+MPI gives a rank and a world size; nodes are distinguished by host name, since MPI's own variables do not number
 them (Open MPI's ``OMPI_COMM_WORLD_NODE_RANK``, for one, counts the ranks of a node). A node's index is its
 place in order of first appearance by rank; a local rank is the position among the ranks of the host. Ranks
 need not be contiguous on a node (``mpiexec --map-by node``).
@@ -67,8 +67,8 @@ def check_placement(spec: LaunchSpec, placements: Sequence[RankPlacement]) -> No
     """Raise `LaunchError` when the ranks that MPI started are not those that ``spec`` asks for."""
     node_count = placements[0].node_count
     if spec.nodes is not None and not spec.nodes[0] <= node_count <= spec.nodes[1]:
-        asked = ":".join(map(str, dict.fromkeys(spec.nodes)))
-        raise LaunchError(f"--nnodes {asked}, but the ranks were placed on {node_count} node(s)")
+        wanted = ":".join(map(str, dict.fromkeys(spec.nodes)))
+        raise LaunchError(f"--nnodes {wanted}, but the ranks were placed on {node_count} node(s)")
     for placement in placements:
         if spec.processes_per_node not in (None, placement.local_world_size):
             raise LaunchError(

@@ -1,4 +1,4 @@
-"""Where the ranks meet: the address, port and job name that rank 0 chooses and all ranks are told.
+"""Where the ranks meet: the address, port and job name that rank 0 chooses and sends to all ranks.
 
 The port is one that was free on rank 0's node a moment ago: bound to port 0, read, and closed again. Rank 0's
 own process binds it when it calls ``init_process_group``, so another program can in principle come between;

@@ -35,10 +35,10 @@ def is_proof_of(text: str, proof: str) -> bool:
     """Return whether `proof_of` made ``proof`` of ``text`` for this user; without munge only an empty one is."""
     if not can_be_proved() or not proof:
         return not can_be_proved() and not proof
-    opened = _run("unmunge", proof)
-    told, _, sealed = opened.stdout.partition("\n\n")
-    user = re.search(r"^UID:.*\((\d+)\)$", told, re.MULTILINE)
-    return opened.returncode == 0 and sealed == text and user is not None and int(user[1]) == os.geteuid()
+    decoded = _run("unmunge", proof)
+    header, _, payload = decoded.stdout.partition("\n\n")
+    user = re.search(r"^UID:.*\((\d+)\)$", header, re.MULTILINE)
+    return decoded.returncode == 0 and payload == text and user is not None and int(user[1]) == os.geteuid()
 
 
 def _run(program: str, said: str) -> subprocess.CompletedProcess[str]:

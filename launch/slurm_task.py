@@ -1,4 +1,4 @@
-"""What ``srun`` tells a task of its step through environment variables, where no MPI does.
+"""What ``srun`` says to a task of its step through environment variables, where no MPI does.
 
 Source: srun's manual page, "Output environment variables". Every task of a step finds out the same from them: where its
 first task is to be found, and at which ports.
@@ -51,9 +51,9 @@ def slurm_task(environment: Mapping[str, str]) -> SlurmTask:
     said = {name: environment.get(name, "") for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")}
     sizes = {size for size in said.values() if size}
     if len(sizes) > 1:
-        told = ", ".join(f"{name}={size}" for name, size in said.items() if size)
+        shown = ", ".join(f"{name}={size}" for name, size in said.items() if size)
         raise LaunchError(
-            f"srun's variables disagree on how many tasks there are: {told}; start one step with srun -n"
+            f"srun's variables disagree on how many tasks there are: {shown}; start one step with srun -n"
         )
     rank, size = int(environment["SLURM_PROCID"]), int(sizes.pop())
     if environment.get("SLURM_HET_SIZE", "1") != "1":

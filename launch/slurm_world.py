@@ -2,7 +2,7 @@
 
 Rank 0 listens until all have come, on the first node at a port that follows from job and step (`slurm_task`). Each
 says which task of which step it is; rank 0 and it prove to each other that they belong to the same user (`same_user`).
-Messages are JSON and never pickles, as over MPI. A connection that ends tells that its task has; the kernel ends it
+Messages are JSON and never pickles, as over MPI. The end of a connection is the end of its task; the kernel ends it
 when the other machine has been silent for a minute.
 """
 
@@ -126,7 +126,7 @@ class SlurmWorld:
         for rank, connection in list(self._connections.items()):
             if rank != but:
                 with contextlib.suppress(OSError):  # It has gone, and what it said last is still to be read.
-                    _say(connection, [kind, value])
+                    _send_value(connection, [kind, value])
 
     def _listen(self, timeout_s: float) -> None:
         """Take what has arrived."""
@@ -135,7 +135,7 @@ class SlurmWorld:
             assert isinstance(connection, Connection)
             rank = ranks[connection]
             try:
-                kind, value = _hear(connection)
+                kind, value = _receive_value(connection)
             except (OSError, EOFError) as error:
                 silent = isinstance(error, OSError) and error.errno != errno.ECONNRESET
                 self._connections.pop(rank).close()
@@ -163,15 +163,15 @@ class SlurmWorld:
 
     def _lose(self, rank: int, *, silent: bool) -> None:
         if self._lost is None:
-            told = silent_for(_SILENCE_S) if silent else LAUNCHER_GONE
-            # Rank 0 tells, and where that has gone, the next one.
-            self._lost = RankLostError(rank, told, found_here=self.rank <= 1)
+            message = silent_for(_SILENCE_S) if silent else LAUNCHER_GONE
+            # Rank 0 prints it, and where that has gone, the next one.
+            self._lost = RankLostError(rank, message, found_here=self.rank <= 1)
             if self.rank == 0:
-                self._send("lost", [rank, told])
+                self._send("lost", [rank, message])
 
 
 def join_slurm_world(environment: Mapping[str, str] = os.environ) -> SlurmWorld:
-    """Meet the other tasks of the step that ``environment`` tells of, and return the world of all of them.
+    """Meet the other tasks of the step that ``environment`` describes, and return the world of all of them.
 
     Raises `LaunchError`, on all that are there, when tasks do not come or do not agree on how many they are.
     """
@@ -216,7 +216,7 @@ def _welcome_all(task: SlurmTask) -> dict[int, Connection]:
             connections[rank if problem is None else -1] = connection
     for connection in connections.values():
         with contextlib.suppress(OSError):
-            _say(connection, {"problem": problem})
+            _send_value(connection, {"problem": problem})
             _set_timeouts(connection, _SILENCE_S)
     if problem is not None:
         raise LaunchError(problem)
@@ -244,11 +244,11 @@ def _listener(task: SlurmTask) -> socket.socket:
 def _check(connection: Connection, task: SlurmTask) -> tuple[int, int]:
     """Return rank and size of who has come, if it is of this step and user; else raise or tell it so and raise."""
     challenge = secrets.token_hex(16)
-    _say(connection, {"step": task.step, "challenge": challenge})
-    said = _hear(connection, _HELLO_BYTES)
+    _send_value(connection, {"step": task.step, "challenge": challenge})
+    said = _receive_value(connection, _HELLO_BYTES)
     if said["step"] != task.step or not is_proof_of(f"{task.step} {said['rank']} {challenge}", said["proof"]):
         raise ValueError(said)
-    _say(connection, {"proof": proof_of(f"{task.step} {said['challenge']}")})
+    _send_value(connection, {"proof": proof_of(f"{task.step} {said['challenge']}")})
     return int(said["rank"]), int(said["size"])
 
 
@@ -264,7 +264,7 @@ def _find_first(task: SlurmTask) -> Connection:
             try:
                 _introduce(connection, task)
                 _set_timeouts(connection, int(JOIN_S) + _SILENCE_S)
-                problem = _hear(connection, _HELLO_BYTES)["problem"]
+                problem = _receive_value(connection, _HELLO_BYTES)["problem"]
             except (OSError, EOFError, ValueError, TypeError, KeyError):
                 connection.close()  # Somebody else's port.
                 continue
@@ -281,14 +281,14 @@ def _find_first(task: SlurmTask) -> Connection:
 
 
 def _introduce(connection: Connection, task: SlurmTask) -> None:
-    asked = _hear(connection, _HELLO_BYTES)
-    if asked["step"] != task.step:
-        raise ValueError(asked)
+    hello = _receive_value(connection, _HELLO_BYTES)
+    if hello["step"] != task.step:
+        raise ValueError(hello)
     challenge = secrets.token_hex(16)
-    proof = proof_of(f"{task.step} {task.rank} {asked['challenge']}")
+    proof = proof_of(f"{task.step} {task.rank} {hello['challenge']}")
     said = {"step": task.step, "rank": task.rank, "size": task.size, "challenge": challenge, "proof": proof}
-    _say(connection, said)
-    if not is_proof_of(f"{task.step} {challenge}", _hear(connection, _HELLO_BYTES)["proof"]):
+    _send_value(connection, said)
+    if not is_proof_of(f"{task.step} {challenge}", _receive_value(connection, _HELLO_BYTES)["proof"]):
         raise ValueError(challenge)
 
 
@@ -315,9 +315,9 @@ def _set_timeouts(connection: Connection, seconds: float) -> None:
     borrowed.detach()
 
 
-def _say(connection: Connection, value: Any) -> None:
+def _send_value(connection: Connection, value: Any) -> None:
     connection.send_bytes(json.dumps(value).encode())
 
 
-def _hear(connection: Connection, most: int | None = None) -> Any:
+def _receive_value(connection: Connection, most: int | None = None) -> Any:
     return json.loads(connection.recv_bytes(most))

@@ -2,7 +2,7 @@
 
 Supervisors spend the job asleep, looking up every few milliseconds. When a process fails, its supervisor
 announces that to the others; each ends its own processes (SIGTERM, then SIGKILL after a grace period), and all
-meet at a barrier that no process of the user can keep them from. There they compare notes: the failure that
+meet at a barrier that no process of the user can keep them from. There they exchange their failures: the one that
 came first is the job's. An abort of the MPI job would be shorter, but kills without a grace period, cannot
 tell the first failure from those that it caused in other ranks, and has ``mpiexec`` print a banner of its
 own.
@@ -71,8 +71,8 @@ class Supervision:
         self._failures, self._kill_time_s = [], None
         announcements = 0
         while True:
-            self._look_for_ends(output, note)
-            self._heed_signals()
+            self._collect_ends(output, note)
+            self._handle_signals()
             if self._ends_with is None:
                 try:
                     self._world.beat()
@@ -92,16 +92,16 @@ class Supervision:
                 for process in self._running.values():
                     process.send(signal.SIGKILL)
             time.sleep(POLL_INTERVAL_S)
-        told = self._all_of_failures(output)
-        if told:
-            note(min(told))
+        failures_here = self._all_of_failures(output)
+        if failures_here:
+            note(min(failures_here))
         gathered = self._world.gather_everywhere(
             [
-                [astuple(failure) for failure in told],
+                [astuple(failure) for failure in failures_here],
                 output.exceptions() if self._kill_time_s is not None else [],
             ]
         )
-        announced = sum(bool(failures) for failures, _ in gathered) - bool(told)
+        announced = sum(bool(failures) for failures, _ in gathered) - bool(failures_here)
         self._world.settle(announcements_pending=announced - announcements)
         first = min((Failure(*failure) for failures, _ in gathered for failure in failures), default=None)
         if first is None:
@@ -120,7 +120,7 @@ class Supervision:
             for failure in self._failures
         ]
 
-    def _look_for_ends(self, output: RankOutput, note: Callable[[Failure], None]) -> None:
+    def _collect_ends(self, output: RankOutput, note: Callable[[Failure], None]) -> None:
         self._keeper.look()
         ending = self._kill_time_s is not None
         for rank, process in list(self._running.items()):
@@ -137,7 +137,7 @@ class Supervision:
             self._world.announce()
             self._end_all(self._spec.failure_grace_s)
 
-    def _heed_signals(self) -> None:
+    def _handle_signals(self) -> None:
         number = self._signals.take()
         if number is None:
             return
@@ -151,7 +151,7 @@ class Supervision:
             end = number if number in PASSED_ON else signal.SIGTERM
             self._end_all(self._world.signal_grace_s if wait_s is None else wait_s, end)
         else:
-            self._kill_time_s = 0.0  # Told twice.
+            self._kill_time_s = 0.0  # The second signal.
 
     def _end_all(self, grace_s: float, end: signal.Signals = signal.SIGTERM) -> None:
         if self._kill_time_s is None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from gradsplit.launch import job_record
 from gradsplit.launch.devices import bound_to_one_device, list_gpus
 from gradsplit.launch.entry import check_entry
-from gradsplit.launch.errors import USAGE_EXIT_CODE, LaunchError, RankLostError, let_rank_0_tell
+from gradsplit.launch.errors import USAGE_EXIT_CODE, LaunchError, RankLostError, let_rank_0_print
 from gradsplit.launch.failure import Failure, report
 from gradsplit.launch.job_record import JobRecord, Outcome
 from gradsplit.launch.launch_spec import LaunchSpec
@@ -61,7 +61,7 @@ def main() -> int:
     except LaunchError as error:
         if rank == 0:
             _end(record, USAGE_EXIT_CODE, f"launch: {error}")
-        let_rank_0_tell(rank)
+        let_rank_0_print(rank)
         exit_code = USAGE_EXIT_CODE
     if record is not None:
         record.note_leaving(rank)
@@ -91,7 +91,7 @@ def run_supervisor(
     Raises `LaunchError`, on every rank, when the job cannot start; then no process has been started. It takes over the
     process's signal handlers.
     """
-    environment = dict(os.environ)  # Before MPI is told how to go about it.
+    environment = dict(os.environ)  # Before variables for MPI are added.
     rank = mpi_rank(environment)
 
     def note_leaving() -> None:
@@ -145,8 +145,8 @@ def run_supervisor(
         if placements and world is not None:
             place = placements[lost.rank * len(placements) // world.size]
             who = f"{place.hostname}, where rank {place.rank} is,"
-        if lost.told and (record is not None or lost.found_here):
-            _end(record, lost.exit_code, f"launch: {lost.told.format(who)}; the other ranks were ended")
+        if lost.message and (record is not None or lost.found_here):
+            _end(record, lost.exit_code, f"launch: {lost.message.format(who)}; the other ranks were ended")
         note_leaving()
         keeper.close()
         os._exit(lost.exit_code)  # Leaving MPI would wait for the lost rank.
@@ -178,8 +178,8 @@ def _run_attempts(
 ) -> int:
     def note(failure: Failure) -> None:
         if record is not None:
-            told = report(failure, placements[failure.rank])
-            record.note_failure(world.rank, Outcome(failure.time_s, failure.exit_code, told))
+            text = report(failure, placements[failure.rank])
+            record.note_failure(world.rank, Outcome(failure.time_s, failure.exit_code, text))
 
     processes = len(placements) // world.size
     own = placements[world.rank * processes :][:processes]
@@ -214,13 +214,13 @@ def _run_attempts(
             record.note_failure(world.rank, None)
         first = supervision.run(output, note)
         code = 0 if first is None else first.exit_code
-        told = "" if first is None else report(first, placements[first.rank])
+        message = "" if first is None else report(first, placements[first.rank])
         if first is not None and attempt < spec.max_restarts:
             if world.rank == 0:
-                print(f"{told}; restart {attempt + 1} of {spec.max_restarts}", file=sys.stderr, flush=True)
+                print(f"{message}; restart {attempt + 1} of {spec.max_restarts}", file=sys.stderr, flush=True)
             continue
         if world.rank == 0:
-            _end(record, code, told)
+            _end(record, code, message)
         break
     return code
 
@@ -242,12 +242,12 @@ def _compare_machines(
         print(preflight_table(placements, machines, visible, bound=bound), file=sys.stderr, flush=True)
 
 
-def _end(record: JobRecord | None, exit_code: int, told: str = "") -> None:
+def _end(record: JobRecord | None, exit_code: int, message: str = "") -> None:
     """Called by rank 0 when it knows how the job ends, and before anybody leaves MPI: that may fail."""
     if record is not None:
-        record.note_end(Outcome(time.time(), exit_code, told))
-    elif told:
-        print(told, file=sys.stderr, flush=True)
+        record.note_end(Outcome(time.time(), exit_code, message))
+    elif message:
+        print(message, file=sys.stderr, flush=True)
 
 
 def _meet(
@@ -279,9 +279,9 @@ def _agree(world: World, check: Callable[[], object]) -> None:
         check()
     except LaunchError as error:
         problem = str(error)
-    for rank, told in enumerate(world.gather_everywhere(problem)):
-        if told is not None:
-            raise LaunchError(told if world.size == 1 else f"on the node of rank {rank}: {told}")
+    for rank, found in enumerate(world.gather_everywhere(problem)):
+        if found is not None:
+            raise LaunchError(found if world.size == 1 else f"on the node of rank {rank}: {found}")
 
 
 def _place_and_check(spec: LaunchSpec, world: World, processes: int | None) -> list[RankPlacement]:

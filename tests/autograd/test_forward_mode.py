@@ -8,9 +8,6 @@ from torch.autograd import forward_ad
 
 from tests.autograd.scenarios import BACKENDS, check_scenario, for_each, layer
 
-# Torch loads its own formulas for forward mode that way.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-
 
 def _tangent(f, x, w):
     with forward_ad.dual_level():

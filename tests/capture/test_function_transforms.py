@@ -107,7 +107,6 @@ PROGRAMS = [
 ]  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize(("backend", "requires_grad"), [("eager", False), ("eager", True), ("triton", True)])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_same_as_plain(program, backend, requires_grad):

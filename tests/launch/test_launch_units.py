@@ -305,7 +305,7 @@ def test_failures():
 
 
 @pytest.mark.parametrize(("rank", "told", "waited"), [("0", 1, []), ("1", 0, [5.0])])
-def test_other_ranks_let_rank_0_tell_an_error(monkeypatch, capsys, rank, told, waited):
+def test_other_ranks_let_rank_0_print_an_error(monkeypatch, capsys, rank, told, waited):
     slept = []
     monkeypatch.setattr("time.sleep", slept.append)
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", rank)

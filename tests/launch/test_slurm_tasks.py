@@ -88,7 +88,7 @@ def test_tasks_of_slurm_meet_among_strangers(without_munge, capsys):
             while True:
                 world.beat()
         assert (lost.value.rank, lost.value.found_here) == (1, True)
-        assert lost.value.told.startswith("the launcher on {} has ended")
+        assert lost.value.message.startswith("the launcher on {} has ended")
 
 
 def test_tasks_of_slurm_that_disagree_or_do_not_come(without_munge, monkeypatch):
