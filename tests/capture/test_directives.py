@@ -89,7 +89,9 @@ def double(x):
     return x * 2
 
 
-@pytest.mark.parametrize("allow", [gradsplit.allow_in_graph, torch.compiler.allow_in_graph])
+@pytest.mark.parametrize(
+    "allow", [gradsplit.allow_in_graph, torch.compiler.allow_in_graph, torch._dynamo.nonstrict_trace]
+)
 def test_an_allowed_function_is_one_node(allow):
     @allow
     def opaque(x):
