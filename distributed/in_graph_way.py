@@ -120,7 +120,7 @@ class InGraphWay:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         ddp, buckets, communicator = self._ddp, self.buckets, self.communicator
-        self._agreement.watch.at_point(is_synchronised(ddp))
+        self._agreement.watch.check_failures(is_synchronised(ddp))
         communicator.begin_forward()
         if ddp.module is not self._module:
             self._make_functions()

@@ -53,7 +53,7 @@ class ReducerWay:
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         ddp = self._ddp
-        self._agreement().watch.at_point(torch.is_grad_enabled() and ddp.require_backward_grad_sync)
+        self._agreement().watch.check_failures(torch.is_grad_enabled() and ddp.require_backward_grad_sync)
         if ddp.module is not self._module:
             self.forward = self._make_forward()
         if has_own_forward(ddp):

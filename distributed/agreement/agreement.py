@@ -114,7 +114,7 @@ class Agreement:
             self._meet("is alone", 0)
         else:
             with suppress(StoreLost):  # whoever needs it will see
-                self.watch.voice.say()
+                self.watch.heartbeat.send()
 
     def settle(
         self,
@@ -167,7 +167,7 @@ class Agreement:
             CompileError: the job has failed.
             BaseException: what is raised inside; the job has failed.
         """
-        self.watch.at_point()
+        self.watch.check_failures()
         self._is_compiling = True
         try:
             with self.watch.doing(what):
@@ -186,22 +186,22 @@ class Agreement:
                 return f"rank {names} has ended, or its connection has, and did not come to an agreement while {waits}"
             return _did_not_come(ranks, timeout_s, waits)
 
-        voice, began_s = self.watch.voice, time.monotonic()
+        heartbeat, began_s = self.watch.heartbeat, time.monotonic()
         try:
             with self.watch.doing(ARRIVED):
                 meet(self._bulletin, self._rank, self._ranks, self._hand_out, self._turns(timeout_s), absent)
         except CompileError as error:
             # There is no secret to tell the others by: each looks for itself, or sees that its connection ends.
-            voice.failed = str(error)
+            heartbeat.failed = str(error)
             with suppress(StoreLost):
-                voice.say()
+                heartbeat.send()
             self._abort()
             # The job's store may end with this process: those who come here yet are to see whom they wait for.
             is_late = time.monotonic() > began_s + timeout_s
             wait_until_all_know(self._bulletin, self._ranks, LINGER_S if is_late else _ALL_KNOW_S)
             raise
         if len(self._ranks) > 1:
-            voice.met()
+            heartbeat.met()
 
     def _come_back(self, what: str) -> None:
         """The program goes on after a failure that it knows of. So can the process group, if all ranks come here and
@@ -230,7 +230,7 @@ class Agreement:
     def _begin(self, what: str, timeout_s: float | None) -> int:
         if self.watch.failure and self.watch.was_raised:
             self._come_back(what)
-        self.watch.at_point()
+        self.watch.check_failures()
         if not self._bulletin.has_session:
             assert timeout_s is not None
             self._meet(what, timeout_s)
@@ -248,7 +248,7 @@ class Agreement:
                 values = list(map(self._bulletin.read, names))
                 if all(value is not None for value in values):
                     return values
-            self.watch.at_point()
+            self.watch.check_failures()
             error = self._bulletin.read_if_there(f"{number}/error")
             if error is not None:
                 raise CompileError(error)
@@ -300,8 +300,8 @@ class Agreement:
         """Times to look for something, until so long has passed in which all ranks could come."""
 
         def is_over() -> bool:
-            said = map(self._bulletin.said_by, self._ranks)
-            return all(word is None or word["doing"] in ("", ARRIVED) for word in said)
+            reports = map(self._bulletin.report_of, self._ranks)
+            return all(report is None or report["doing"] in ("", ARRIVED) for report in reports)
 
         return _turns(seconds, is_over)
 

@@ -10,6 +10,7 @@ The store is open to everybody who can connect to it. Entries hence carry a code
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import json
@@ -20,6 +21,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -34,6 +36,7 @@ logger = logging.getLogger(__name__)
 # For how long a store may say nothing: a machine may be busy, and a process is not told that it was stopped.
 SILENCE_S = 18.0
 _CONNECT_TIMEOUT_S = 5.0
+_Request = tuple[Future[Any], Callable[[], Any]]
 # A process that was stopped itself has waited for one such step.
 _STEP_S = 0.5
 
@@ -91,7 +94,7 @@ class Bulletin:
     def read_openly(self, name: str) -> Any:
         """What was posted openly, if it has the form of what ranks say of themselves; else ``None``."""
         with suppress(ValueError, TypeError, KeyError):
-            return _word_of_rank(json.loads(self.read_of_group(f"gradsplit/{name}")))
+            return _checked_report(json.loads(self.read_of_group(f"gradsplit/{name}")))
         return None
 
     def read_of_group(self, name: str) -> bytes:
@@ -103,7 +106,7 @@ class Bulletin:
 
     def post_soon(self, name: str, value: Any) -> None:
         """Posts as soon as the store answers, and waits for nothing."""
-        self._requests.put(_Request(self._store.set, (name, self._signed(name, value))))
+        self._queued(self._store.set, name, self._signed(name, value))
 
     def post_first(self, name: str, value: Any) -> Any:
         """Posts the entry unless there is one; the entry that is there then."""
@@ -128,8 +131,8 @@ class Bulletin:
     def read_if_there(self, name: str) -> Any:
         return self.read(name) if self.has(name) else None
 
-    def said_by(self, rank: int) -> Any:
-        """What a rank has said of itself last; see ``Voice``. Openly, if it has not spoken since the ranks have met."""
+    def report_of(self, rank: int) -> Any:
+        """A rank's last ``Heartbeat``: the open one, if there has been none since the ranks met."""
         name = f"alive/{rank}"
         return self.read_if_there(name) or self.read_openly(name)
 
@@ -153,12 +156,15 @@ class Bulletin:
     def _code(self, name: str, text: bytes) -> bytes:
         return hmac.digest(self._secret, name.encode() + b"\0" + text, hashlib.sha256).hex().encode()
 
+    def _queued(self, ask: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        answer: Future[Any] = Future()
+        self._requests.put((answer, functools.partial(ask, *arguments)))
+        return answer
+
     def _ask(self, ask: Callable[..., Any], *arguments: Any) -> Any:
         self._check_probe()
-        request = _Request(ask, arguments)
-        self._requests.put(request)
-        waited_s = 0.0
-        while not request.is_done.wait(_STEP_S):
+        answer, waited_s = self._queued(ask, *arguments), 0.0
+        while not wait([answer], _STEP_S).done:
             self._check_probe()
             waited_s += _STEP_S
             if waited_s > SILENCE_S:
@@ -167,44 +173,32 @@ class Bulletin:
                     f"reached",
                     False,
                 )
-        if isinstance(request.error, RuntimeError):
-            raise store_has_ended() from request.error
-        if request.error is not None:
-            raise request.error
-        return request.answer
+        try:
+            return answer.result()
+        except RuntimeError as error:
+            raise store_has_ended() from error
 
     def _check_probe(self) -> None:
         if self._probe is not None and _has_ended(self._probe):
             raise store_has_ended()
 
 
-def _word_of_rank(said: Any) -> dict[str, Any]:
-    space, pid, start = map(str, said["process"])
-    texts = {name: str(said.get(name, "")) for name in ("host", "doing", "place", "left", "failed")}
-    return {"beat": int(said["beat"]), "process": [space, str(int(pid)), start], **texts}
+def _checked_report(report: Any) -> dict[str, Any]:
+    space, pid, start = map(str, report["process"])
+    texts = {name: str(report.get(name, "")) for name in ("host", "doing", "place", "left", "failed")}
+    return {"beat": int(report["beat"]), "process": [space, str(int(pid)), start], **texts}
 
 
 _CODE_BYTES = 2 * hashlib.sha256().digest_size
 
 
-class _Request:
-    def __init__(self, ask: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        self._ask, self._arguments = ask, arguments
-        self.is_done = threading.Event()
-        self.answer: Any = None
-        self.error: Exception | None = None
-
-    def run(self) -> None:
-        try:
-            self.answer = self._ask(*self._arguments)
-        except Exception as error:
-            self.error = error
-        self.is_done.set()
-
-
 def _serve(requests: queue.SimpleQueue[_Request | None]) -> None:
     while (request := requests.get()) is not None:
-        request.run()
+        answer, ask = request
+        try:
+            answer.set_result(ask())
+        except Exception as error:
+            answer.set_exception(error)
 
 
 def store_has_ended() -> StoreLost:

@@ -1,16 +1,16 @@
 """A failure on one rank ends the job on every rank, also on those that are blocked in an all-reduce meanwhile.
 
-A rank that fails posts why. A rank that does not get to that, because it is killed or stopped, is missed: a thread of
-each rank says about once a second that it lives, also while the rank compiles, and what it does; and it looks after the
-rank before it, in a ring, so that what a rank asks of the store does not grow with their number. On one machine the
-system tells whether a process has ended, or is only slow to speak.
+A rank that fails posts why. A rank that cannot, because it is killed or stopped, is missed: a thread of each rank sends
+a heartbeat about once a second, also while the rank compiles, and watches the rank before it, in a ring, so that a
+rank's requests to the store do not grow with their number. On one machine the system knows whether a process has ended
+or is only slow.
 
 The thread also looks whether a failure was posted. The error is raised in the main thread where it next calls the
 compiled module, starts or waits for a bucket, or ends a backward. If it does neither, it is blocked, or a GPU is: the
 thread then logs the error and aborts the process group, which frees both.
 
-A connection that ends, and an error that comes of it, is the echo of a failure: it is explained by what the thread
-hears next. So is the end of the store, if rank 0 holds it, which is no failure where a program is about to end anyway.
+A connection that ends, and an error that comes of it, is the consequence of a failure, which the thread reads next. So
+is the end of the store, if rank 0 holds it, which is no failure where a program is about to end anyway.
 
 The thread also sees that nobody waits for this rank in vain (``Agreement``). And it is the watchdog of what a GPU waits
 for beside the process group's collectives, which have one (``Waiting``).
@@ -37,20 +37,20 @@ import torch.distributed as dist
 
 from gradsplit.compile_core.errors import CompileError
 from gradsplit.distributed.agreement.bulletin import Bulletin, StoreLost, is_held_by_launcher
+from gradsplit.distributed.agreement.heartbeat import LEFT, Heartbeat
 from gradsplit.distributed.agreement.operations import Operations
 from gradsplit.distributed.agreement.ring import ALARM_S, Neighbour, describe
-from gradsplit.distributed.agreement.voice import LEFT, Voice
 
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 1.0
-# How long an echo of a failure waits for the failure itself to be known.
+# How long the consequence of a failure waits for the failure itself to be known.
 _EXPLAIN_S = ALARM_S + 5.0
-# Ranks that leave do not say to whom they matter: a failure that is about to be heard of explains more.
+# Ranks that leave do not say who needs them: a failure that is about to be posted explains more.
 _LEFT_AFTER_S = 3.0
-# How long the main thread has to come by before the process group is aborted.
+# How long the main thread has to check for failures before the process group is aborted.
 _ABORT_AFTER_S = 2.0
-# How long a rank that failed waits for the others to have heard of it, at most: launchers end them when it ends.
+# How long a rank that failed waits for the others to have read of it, at most: launchers end them when it ends.
 LINGER_S = 3.0
 _SPEAK_S = 0.2
 _JOIN_S = 2.0
@@ -63,13 +63,13 @@ class Waiting(Protocol):
         """What has waited for longer than the group allows, as a message for all ranks; or ""."""
         ...
 
-    def let_go(self) -> None:
+    def release_waits(self) -> None:
         """Nothing is waited for any longer: the job has failed."""
         ...
 
 
 class FailureWatch:
-    """Tells the ranks of one process group of failures, and hears of them.
+    """Posts failures to the ranks of one process group, and reads of them.
 
     Args:
         bulletin: of the group.
@@ -82,7 +82,7 @@ class FailureWatch:
         operations: what the ranks do together.
 
     Attributes:
-        failure: what every rank is told, or "".
+        failure: the message that every rank raises, or "".
         was_raised: the program knows of it.
         was_aborted: the group's collectives were ended because of it.
         operations: as given; their ``term`` is how many failures the ranks have recovered from, see ``begin_anew``.
@@ -119,12 +119,12 @@ class FailureWatch:
         self._is_cut_off = False
         self._lost: tuple[str, float] | None = None
         self._needs_store = 0 in ranks
-        self.voice = Voice(bulletin, rank, operations)
+        self.heartbeat = Heartbeat(bulletin, rank, operations)
         self._neighbour = Neighbour(rank, ranks, operations)
         self._stop = threading.Event()
         self._thread = threading.Thread(
-            target=_look_now_and_then,
-            args=(weakref.ref(self), self.voice, self._stop),
+            target=_poll_regularly,
+            args=(weakref.ref(self), self.heartbeat, self._stop),
             name="gradsplit-watch",
             daemon=True,
         )
@@ -153,28 +153,28 @@ class FailureWatch:
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """While this rank does what others may have to wait for. They are told before it begins."""
-        voice = self.voice
-        before, voice.doing = voice.doing, what
+        """While this rank does what others may have to wait for, which it reports before it begins."""
+        heartbeat = self.heartbeat
+        before, heartbeat.doing = heartbeat.doing, what
         with suppress(StoreLost):  # the thread finds it out, too
-            voice.say()
+            heartbeat.send()
         try:
             yield
         finally:
-            voice.doing = before
+            heartbeat.doing = before
             with suppress(StoreLost):
-                voice.say()
+                heartbeat.send()
 
     def watch_over(self, waiting: Waiting) -> None:
         """For as long as somebody else keeps it."""
         self._waiting = [*(reference for reference in self._waiting if reference()), weakref.ref(waiting)]
 
     def announce_at_exit(self, message: str) -> None:
-        """Ends the job on the other ranks if this process ends before its main thread comes by again."""
+        """Ends the job on the other ranks if this process ends before the next ``check_failures``."""
         self._last_words = message
 
-    def at_point(self, needs_others: bool = True) -> None:
-        """The main thread comes by.
+    def check_failures(self, needs_others: bool = True) -> None:
+        """Called by the main thread, often.
 
         Args:
             needs_others: it is going to wait for other ranks.
@@ -208,7 +208,7 @@ class FailureWatch:
                 if work.is_completed():
                     self.explain()
                     raise error
-                self.at_point()
+                self.check_failures()
 
     def explain(self) -> None:
         """An error has come of a connection that ended: a rank that ends takes its connections with it.
@@ -218,7 +218,7 @@ class FailureWatch:
         """
         waited_s = 0.0
         while self._bulletin.has_session and waited_s < _EXPLAIN_S:
-            self.at_point()
+            self.check_failures()
             if self._lost is not None:
                 raise CompileError(self._lost[0])
             if waited_s > _LEFT_AFTER_S and (left := self._who_left()):
@@ -231,36 +231,36 @@ class FailureWatch:
         if self._stop.is_set():
             return
         with suppress(StoreLost):
-            self._speak_last()
+            self._report_end()
         self._stop.set()
         if self._others and not self._is_cut_off:
-            say_left(self.voice)
+            send_left(self.heartbeat)
         if self._others and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_S)
 
-    def _speak_last(self) -> None:
+    def _report_end(self) -> None:
         error: BaseException | None = getattr(sys, "last_value", None)
         words = self._last_words
         if error is not None and not hasattr(sys, "ps1"):
             words = f"rank {self._rank} was ended by {describe_error(error)}{_place_of(error)}"
-            if _is_echo(error) and not self.failure:
+            if _is_consequence(error) and not self.failure:
                 try:
                     self.explain()
                 except CompileError as explained:
                     logger.error("%s", explained)
                     words = ""
         if words and not self._bulletin.has_session:  # who waits for this rank will look
-            self.voice.left = words.removeprefix(f"rank {self._rank} ")
+            self.heartbeat.left = words.removeprefix(f"rank {self._rank} ")
         elif words and not self.failure:
             self.announce(words)
 
     @property
     def waited_in_vain(self) -> bool:
-        """What the main thread waited for came to nothing, and it has not heard of that. A wait on the CPU raises."""
+        """The wait of the main thread was aborted, and it does not know. A wait on the CPU raises."""
         return self.was_aborted and not self.was_raised and self._on_device
 
-    def look_in_background(self) -> bool:
-        """For the thread; whether there is anything to look for."""
+    def poll(self) -> bool:
+        """Called by the thread, again and again as long as it returns true."""
         if self.failure:
             self.free()
             is_late = time.monotonic() > self._known_s + _ABORT_AFTER_S
@@ -276,7 +276,7 @@ class FailureWatch:
                 return False
         else:
             try:
-                self.voice.say()
+                self.heartbeat.send()
                 if self._bulletin.has_session:
                     self._listen()
             except StoreLost as lost:
@@ -323,15 +323,15 @@ class FailureWatch:
     def _who_left(self) -> str:
         with suppress(StoreLost):
             for rank in self._others:
-                said = self._bulletin.said_by(rank)
-                if said is not None and said.get("left"):
-                    return f"rank {rank} {describe(said)} {LEFT}, while rank {self._rank} waits for it"
+                report = self._bulletin.report_of(rank)
+                if report is not None and report.get("left"):
+                    return f"rank {rank} {describe(report)} {LEFT}, while rank {self._rank} waits for it"
         return ""
 
     def _lose_store(self, lost: StoreLost) -> bool:
         self._is_cut_off = True
         if not lost.has_ended:
-            # Who has been stopped is told so, if it goes on.
+            # For the rank that holds it, if that was stopped and goes on.
             self._bulletin.post_soon(f"failure/{self.operations.term}", str(lost))
             self.failure, self._known_s = str(lost), time.monotonic()
         elif self._needs_store:
@@ -342,14 +342,14 @@ class FailureWatch:
         """The job has failed: nothing waits for other ranks beside the group. A rank that comes late may undo it."""
         for waiting in self._all_waiting():
             with suppress(RuntimeError):  # a device that is beyond it
-                waiting.let_go()
+                waiting.release_waits()
 
     def _all_waiting(self) -> list[Waiting]:
         return [waiting for waiting in (reference() for reference in self._waiting) if waiting is not None]
 
     def _linger(self) -> None:
-        """Gives the others time to hear of a failure, and to speak of it: of this rank's own, and of any if the store
-        ends with this process."""
+        """Gives the others time to read a failure and to print it: this rank's own, and any if the store ends with this
+        process."""
         if not self._must_linger:
             return
         self._must_linger = False
@@ -365,22 +365,24 @@ class FailureWatch:
 _watches: weakref.WeakSet[FailureWatch] = weakref.WeakSet()
 
 
-def _look_now_and_then(reference: weakref.ref[FailureWatch], voice: Voice, stop: threading.Event) -> None:
+def _poll_regularly(
+    reference: weakref.ref[FailureWatch], heartbeat: Heartbeat, stop: threading.Event
+) -> None:
     while not stop.wait(POLL_INTERVAL_S):
         watch = reference()
         if watch is None or watch.is_over():
-            say_left(voice)
+            send_left(heartbeat)
             return
-        if not watch.look_in_background():
+        if not watch.poll():
             return
         del watch
 
 
-def say_left(voice: Voice) -> None:
-    """Nobody is to look after this rank any longer."""
-    voice.left = voice.left or LEFT
+def send_left(heartbeat: Heartbeat) -> None:
+    """Nobody is to watch this rank any longer."""
+    heartbeat.left = heartbeat.left or LEFT
     with suppress(StoreLost):
-        voice.say()
+        heartbeat.send()
 
 
 def describe_error(error: BaseException) -> str:
@@ -393,11 +395,11 @@ def _place_of(error: BaseException) -> str:
     return f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
 
 
-def _is_echo(error: BaseException) -> bool:
-    """Whether it comes of another rank's end, as far as it says."""
+def _is_consequence(error: BaseException) -> bool:
+    """Whether it comes of another rank's end, by its type and text."""
     cause = error.__cause__ or error.__context__
     says = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
-    return says or (cause is not None and _is_echo(cause))
+    return says or (cause is not None and _is_consequence(cause))
 
 
 @atexit.register

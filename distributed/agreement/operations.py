@@ -17,14 +17,14 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-# More than a backward has buckets: nobody gets further before those who are behind.
+# More than a backward has buckets: no rank is further ahead of another.
 _REMEMBERED = 1024
 _Operation = tuple[int, str, str, bool, int]
 _COLLECTIVES = ("barrier", "broadcast", "gather", "reduce", "scatter", "to_all")
 
 
 class Operations:
-    """Those that this rank has begun, and what they tell of another rank.
+    """Those that this rank has begun, compared with those of another rank.
 
     Args:
         collectives: how many the group has begun on this rank, ours and the program's.
@@ -56,7 +56,7 @@ class Operations:
         self.term, self._number = term, 0
         self._begun.clear()
 
-    def said(self) -> dict[str, Any]:
+    def as_report(self) -> dict[str, Any]:
         """What this rank reports to the others."""
         begun = self._begun.copy()
         number, what, report, _, _ = begun[-1] if begun else (0, "", "", True, 0)
@@ -70,7 +70,7 @@ class Operations:
         }
 
     def contradicts(self, theirs: dict[str, Any]) -> str:
-        """What this rank does where one that has said this does another thing instead; or ""."""
+        """What this rank does where one with this report does another thing instead; or ""."""
         for number, what, report, _, _ in self._begun_in(theirs["term"]):
             if number == theirs["number"] and what != theirs["what"]:
                 return report

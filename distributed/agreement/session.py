@@ -96,14 +96,14 @@ def meet(
 
 
 def wait_until_all_know(bulletin: Bulletin, ranks: Sequence[int], at_most_s: float) -> None:
-    """Returns when each of the ranks has told its program that they did not meet, or has ended."""
+    """Returns when each of the ranks has given its program the error that they did not meet, or has ended."""
     until_s = time.monotonic() + at_most_s
     with suppress(StoreLost):
         for rank in ranks:
             while time.monotonic() < until_s:
-                said = bulletin.said_by(rank)
-                if said is not None and (
-                    said["failed"] or said["left"] or state_of(said["process"]) in _ENDED
+                report = bulletin.report_of(rank)
+                if report is not None and (
+                    report["failed"] or report["left"] or state_of(report["process"]) in _ENDED
                 ):
                     break
                 time.sleep(_LOOK_S / 5)
@@ -112,7 +112,7 @@ def wait_until_all_know(bulletin: Bulletin, ranks: Sequence[int], at_most_s: flo
 
 
 class _Others:
-    """What they have said openly, before there is a secret. So all look for themselves whether a process is there:
+    """What they have reported openly, before there is a secret. So all look for themselves whether a process is there:
     who could make up that one has ended would still be believed, but could have spoilt the process group as well."""
 
     def __init__(self, bulletin: Bulletin, ranks: Sequence[int]) -> None:
@@ -132,10 +132,10 @@ class _Others:
         for _ in range(min(_LOOKS, len(self._watched))):
             watched = self._watched[0]
             self._watched.rotate(-1)
-            said, message = watched.look(functools.partial(self._bulletin.said_by, watched.rank))
-            if said is not None and said["left"] and not said["failed"]:
+            report, message = watched.look(functools.partial(self._bulletin.report_of, watched.rank))
+            if report is not None and report["left"] and not report["failed"]:
                 message = (
-                    f"rank {watched.rank} {describe(said)} {said['left']}, before it came to an agreement"
+                    f"rank {watched.rank} {describe(report)} {report['left']}, before it came to an agreement"
                 )
             if message:
                 return message
@@ -150,9 +150,9 @@ class _Others:
             if time.monotonic() > until_s:
                 break
             time.sleep(_LOOK_S / 5)
-        said = [(rank, self._bulletin.said_by(rank)) for rank in self._ranks]
-        for _, word in said:
-            if word is not None and word["failed"]:
-                return str(word["failed"])
-        missing = [rank for rank, word in said if word is None or word["doing"] != ARRIVED]
+        reports = [(rank, self._bulletin.report_of(rank)) for rank in self._ranks]
+        for _, report in reports:
+            if report is not None and report["failed"]:
+                return str(report["failed"])
+        missing = [rank for rank, report in reports if report is None or report["doing"] != ARRIVED]
         return absent(missing or self._ranks, is_broken)

@@ -107,10 +107,10 @@ class Averaging:
         """What waits for other ranks beside the group's own collectives, and has for too long; or ""."""
         return "" if (engines := self._found_engines()) is None else engines.late()
 
-    def let_go(self) -> None:
+    def release_waits(self) -> None:
         """The job has failed: nothing waits for other ranks any longer but the group's own collectives."""
         if (engines := self._found_engines()) is not None:
-            engines.let_go()
+            engines.release_waits()
 
     def _found_engines(self) -> CopyEngines | None:
         return self.__dict__.get("_engines")

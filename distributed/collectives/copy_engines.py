@@ -203,7 +203,7 @@ class CopyEngines:
         work, deadline_s = self.start(trial.mine, trial), time.monotonic() + _TRIED_S
         while not work.is_completed():
             if time.monotonic() > deadline_s:
-                self.let_go()
+                self.release_waits()
                 raise RuntimeError("GPUs do not hear of one another")
             time.sleep(1e-3)
         if not bool((trial.mine == (self._group.size() - 1) / 2).all()):
@@ -236,10 +236,10 @@ class CopyEngines:
             f"gradients with the others: one of them has ended, or does not run as many backwards"
         )
 
-    def let_go(self) -> None:
+    def release_waits(self) -> None:
         """No GPU waits for a rank that will not come; for another thread than the one that is blocked."""
         if self._operations is not None:
-            self._operations.let_go()
+            self._operations.release_waits()
 
 
 def _time_limit_s(group: dist.ProcessGroup, device: torch.device) -> float:

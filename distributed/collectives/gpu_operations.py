@@ -48,7 +48,7 @@ class GpuOperations:
         assert self._meeting is not None
         self._meeting()
 
-    def let_go(self) -> None:
+    def release_waits(self) -> None:
         """See ``StreamMeeting``; for another thread."""
         if self._meeting is not None:
-            self._meeting.let_go()
+            self._meeting.release_waits()

@@ -4,7 +4,7 @@ The driver queues on a stream that a word is written, or waited for. Each rank h
 they reach: to meet, it writes the number of the meeting to its word on each of the others, and waits for theirs. NCCL
 would take the host twenty times as long for an all-reduce of one number, and a multiprocessor.
 
-No watchdog looks at such a wait: whoever knows that a rank will not come calls ``let_go``.
+No watchdog looks at such a wait: whoever knows that a rank will not come calls ``release_waits``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class StreamMeeting:
         for word in self._from_others:
             self._queue.wait(word, self._met)
 
-    def let_go(self) -> None:
+    def release_waits(self) -> None:
         """Nobody is waited for any longer; for another thread than the one that is blocked. No meeting holds from then
         on."""
         far = (self._met + _CLOCK // 4) % _CLOCK

@@ -22,7 +22,7 @@ _hooks = operator.attrgetter("_backward_hooks")
 _hooks_after = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
-class _Notice(functools.partial[None]):
+class _OwnHook(functools.partial[None]):
     """A hook of ours."""
 
 
@@ -51,8 +51,8 @@ class AccumulationNodes:
         handles: list[Any] = []
         of_accumulated = weakref.WeakMethod(accumulated)
         for name, node in self.by_name.items():
-            before = tell_before(node, reached)
-            after = node.register_hook(_Notice(_tell, of_accumulated, name))
+            before = call_before(node, reached)
+            after = node.register_hook(_OwnHook(_tell, of_accumulated, name))
             put_first(after)
             handles += [before, after]
         self._hooks: list[Mapping[int, Any]] = [handle.hooks_dict_ref() for handle in handles]
@@ -71,7 +71,7 @@ class AccumulationNodes:
             for (name, tensor), both in zip(self._parameters.items(), of_nodes, strict=True)
             if _hooks(tensor)
             or _hooks_after(tensor)
-            or not all(isinstance(hook, _Notice) for hooks in both for hook in hooks.values())
+            or not all(isinstance(hook, _OwnHook) for hooks in both for hook in hooks.values())
         )
 
 
@@ -84,10 +84,10 @@ def hooks_came_late(what: str) -> str:
     )
 
 
-def tell_before(node: Any, method: Callable[..., None], *arguments: Any) -> Any:
+def call_before(node: Any, method: Callable[..., None], *arguments: Any) -> Any:
     """Has a method called, with these arguments and the gradients, before the engine runs ``node``. Its object is not
     kept alive."""
-    return node.register_prehook(_Notice(_tell, weakref.WeakMethod(method), *arguments))
+    return node.register_prehook(_OwnHook(_tell, weakref.WeakMethod(method), *arguments))
 
 
 def remove_with(owner: object, handles: Iterable[Any]) -> None:

@@ -26,7 +26,7 @@ class Watch(Protocol):
         """Hears of what all ranks do together."""
         ...
 
-    def at_point(self) -> None:
+    def check_failures(self) -> None:
         """Raises what has become known."""
         ...
 

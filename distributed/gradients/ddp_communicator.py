@@ -34,9 +34,9 @@ from gradsplit.distributed.gradients.buckets import Buckets
 from gradsplit.distributed.gradients.paths_of_backward import reached_by_some
 from gradsplit.distributed.gradients.requested_gradients import (
     not_requested,
-    notice_for,
     returns_values,
     wanted_values,
+    watch_anchors,
 )
 from gradsplit.distributed.gradients.round import Round
 from gradsplit.distributed.gradients.rounds_of_backward import round_begins, round_ended
@@ -60,7 +60,7 @@ class DDPCommunicator:
         self._before_round = before_round
         self._nodes = AccumulationNodes(buckets.parameters, self._reaches_parameter, self._accumulated)
         self._anchors = Anchors(buckets.parameters, self._nodes)
-        notice_for(self._anchors)
+        watch_anchors(self._anchors)
         # The nodes of programs in autograd's graph, as long as that lives, and which gradients each stores.
         self._programs: WeakKeyDictionary[Any, Sequence[str]] = WeakKeyDictionary()
         self.expecting = False

@@ -90,7 +90,7 @@ class RequestedGradients:
                     value.record_stream(here)
 
     @contextmanager
-    def noticed_from(self, roots: Sequence[torch.Tensor | GradientEdge]) -> Iterator[None]:
+    def known_from(self, roots: Sequence[torch.Tensor | GradientEdge]) -> Iterator[None]:
         """While this lasts, ``requested_now`` tells of it in the backward that begins at ``roots``."""
         nodes = {root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots}
         numbers: list[int] = []
@@ -149,19 +149,19 @@ def wanted_values(parameters: Mapping[str, torch.nn.Parameter], names: Sequence[
     return {name: functools.partial(requested.add, parameter) for name, parameter in found.items()}
 
 
-def notice_for(anchors: Anchors) -> None:
+def watch_anchors(anchors: Anchors) -> None:
     """From now on backwards are looked at that ask for parameters of these, as long as they live."""
     _living.add(anchors)
-    notice_backwards()
+    watch_backwards()
 
 
-def notice_backwards() -> None:
+def watch_backwards() -> None:
     """From now on it is known where backwards begin."""
     if not is_patched(Variable, "_execution_engine"):
-        patch(Variable, "_execution_engine", _NoticingEngine(), "backwards that are for certain parameters")
+        patch(Variable, "_execution_engine", _WatchedEngine(), "backwards that are for certain parameters")
 
 
-class _NoticingEngine(ImperativeEngine):
+class _WatchedEngine(ImperativeEngine):
     """Autograd's engine; only what starts a backward differs, and what is heard of one that raises."""
 
     @apart_from_torch_compile
@@ -186,7 +186,7 @@ class _NoticingEngine(ImperativeEngine):
             return run(
                 tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
             )
-        with requested.noticed_from(tensors):
+        with requested.known_from(tensors):
             found = run(
                 tensors,
                 grad_tensors,

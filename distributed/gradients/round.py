@@ -158,7 +158,7 @@ class Round:
             # No gradient of a parameter was asked for.
             self._earlier.put_back()
             return False
-        buckets.watch.at_point()
+        buckets.watch.check_failures()
         if buckets.ready_times is not None:
             self._writers.wait()
             buckets.ready_times.all_computed()
@@ -224,7 +224,7 @@ class Round:
 
     def _start(self, bucket: int) -> None:
         buckets, buffers = self._buckets, self._buffers
-        buckets.watch.at_point()
+        buckets.watch.check_failures()
         self._writers.wait()
         names = buffers.names[bucket]
         # As a rule all have come, to where nothing was before.

@@ -13,9 +13,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsplit.distributed.gradients.accumulation_nodes import node_of, remove_with, tell_before
+from gradsplit.distributed.gradients.accumulation_nodes import call_before, node_of, remove_with
 from gradsplit.distributed.gradients.paths_of_backward import reached_results
-from gradsplit.distributed.gradients.requested_gradients import notice_backwards
+from gradsplit.distributed.gradients.requested_gradients import watch_backwards
 from gradsplit.distributed.reducer.wrapped_parameters import looks_for_unused, reduced_parameters
 
 
@@ -33,8 +33,8 @@ class UnreachedParameters:
         self.are_errors = False
         # Nobody else need keep these alive, and hooks go with them.
         self._nodes = {name: node_of(parameter) for name, parameter in parameters.items()}
-        remove_with(self, [tell_before(node, self._reached, name) for name, node in self._nodes.items()])
-        notice_backwards()
+        remove_with(self, [call_before(node, self._reached, name) for name, node in self._nodes.items()])
+        watch_backwards()
 
     def _reached(self, name: str, gradients: Sequence[torch.Tensor | None]) -> None:
         if not self.are_errors or gradients[0] is not None or reached_results(self._nodes[name]):

@@ -184,7 +184,7 @@ def failure_is_known_before_the_backward() -> None:
         raise KeyboardInterrupt
     while not watch.failure:
         with suppress(gradsplit.CompileError):
-            watch.at_point()
+            watch.check_failures()
     assert model.buckets is not None
     model.buckets.averaging.start = lambda flat: fail()  # type: ignore[method-assign]
     result.sum().backward()

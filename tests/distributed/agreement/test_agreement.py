@@ -112,7 +112,7 @@ def training(seconds: float) -> Callable[[Agreement], None]:
     def steps(agreement: Agreement) -> None:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            agreement.watch.at_point()
+            agreement.watch.check_failures()
             time.sleep(0.02)
 
     return steps
@@ -259,7 +259,7 @@ def test_a_blocked_rank_is_freed_by_aborting_its_group(caplog: pytest.LogCapture
         until = time.monotonic() + 15
         while not ranks.aborted and time.monotonic() < until:
             time.sleep(0.02)
-        agreement.watch.at_point()
+        agreement.watch.check_failures()
 
     outcomes = ranks.run(blocked, compiling(error=RuntimeError("a fault")))
     assert ranks.aborted == [0]
@@ -271,13 +271,13 @@ class Late:
     """What waits for other ranks beside the group's collectives, for too long already."""
 
     def __init__(self) -> None:
-        self.was_let_go = False
+        self.was_released = False
 
     def late(self) -> str:
         return "the GPU of rank 0 waited for 600 s"
 
-    def let_go(self) -> None:
-        self.was_let_go = True
+    def release_waits(self) -> None:
+        self.was_released = True
 
 
 @pytest.mark.parametrize("by_launcher", [False, True])
@@ -291,13 +291,13 @@ def test_who_holds_the_store_ends_after_all_have_heard(
     first, second, third = (agreement.watch for agreement in ranks.all)
     second.close()  # its thread is late
     third.close()
-    threading.Timer(1.0, second.look_in_background).start()
+    threading.Timer(1.0, second.poll).start()
     third._post("rank 2 has failed")
     while not first.failure:
         time.sleep(0.01)
     began_s = time.monotonic()
     with pytest.raises(CompileError, match="rank 2 has failed"):
-        first.at_point()
+        first.check_failures()
     waited_s = time.monotonic() - began_s
     assert second.failure if not by_launcher else waited_s < 0.5
 
@@ -308,12 +308,12 @@ def test_what_waits_beside_the_group_for_too_long_is_let_go() -> None:
 
     def blocked(agreement: Agreement) -> None:
         until = time.monotonic() + 15
-        while not late.was_let_go and time.monotonic() < until:
+        while not late.was_released and time.monotonic() < until:
             time.sleep(0.02)
-        agreement.watch.at_point()
+        agreement.watch.check_failures()
 
     check_all_told(ranks.run(blocked, training(15)), "the GPU of rank 0 waited for 600 s")
-    assert late.was_let_go
+    assert late.was_released
 
 
 def test_what_a_late_rank_undoes_is_let_go_again() -> None:
@@ -322,12 +322,12 @@ def test_what_a_late_rank_undoes_is_let_go_again() -> None:
     watch.watch_over(late)
     ranks.run(lambda _: None, compiling(error=RuntimeError("a fault")))
     with pytest.raises(CompileError, match="a fault"):
-        watch.at_point()
-    late.was_let_go = False
+        watch.check_failures()
+    late.was_released = False
     until = time.monotonic() + 5
-    while not late.was_let_go and time.monotonic() < until:
+    while not late.was_released and time.monotonic() < until:
         time.sleep(0.02)
-    assert late.was_let_go
+    assert late.was_released
 
 
 def test_what_a_device_is_beyond_does_not_hide_the_failure() -> None:
@@ -335,7 +335,7 @@ def test_what_a_device_is_beyond_does_not_hide_the_failure() -> None:
         def late(self) -> str:
             return ""
 
-        def let_go(self) -> None:
+        def release_waits(self) -> None:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     ranks, broken = Ranks(), Broken()
@@ -405,7 +405,7 @@ def test_waiting_for_a_bucket_looks_for_failures() -> None:
     with pytest.raises(CompileError, match="compilation failed on rank 1"):
         mine.watch.wait(SlowWork(3, "connection closed"))
     with pytest.raises(CompileError, match="compilation failed on rank 1"):
-        other.watch.at_point()
+        other.watch.check_failures()
 
 
 def test_a_connection_that_ends_is_explained_by_a_rank_that_has_left() -> None:
@@ -437,7 +437,7 @@ def test_nobody_asks_a_store_that_has_ended(capfd: pytest.CaptureFixture[str]) -
         Bulletin(client), 1, range(2), HandedOut().by(1), lambda: None, lambda: False, False
     )
     agreement._bulletin.enter(b"secret")
-    agreement.watch.at_point()
+    agreement.watch.check_failures()
     del server
     agreement.watch._thread.join(5)
     assert not agreement.watch._thread.is_alive()

@@ -97,7 +97,7 @@ def test_one_that_waits_in_vain_is_let_go(
     waiting.start()
     waiting.join(0.05)
     assert waiting.is_alive()
-    made.let_go()
+    made.release_waits()
     waiting.join(5)
     assert not waiting.is_alive()
     made()  # nor does it wait for anybody later

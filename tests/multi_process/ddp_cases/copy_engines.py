@@ -169,7 +169,7 @@ class HostEngines:
     def late(self) -> str:
         return ""
 
-    def let_go(self) -> None:
+    def release_waits(self) -> None:
         """Nothing waits but gloo."""
 
 

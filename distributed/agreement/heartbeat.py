@@ -1,6 +1,6 @@
-"""What a rank says of itself about once a second: that it lives, where it is, and how far it has come with the others.
+"""What a rank reports of itself about once a second: that it lives, where it is, and how far it has come.
 
-Before there is a session it says so openly, to ranks that wait for it; from then on to those of the session alone.
+Before there is a session it does so openly, to ranks that wait for it; from then on to those of the session alone.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from gradsplit.distributed.agreement.rank_process import place_of_main_thread, t
 LEFT = "has ended, or destroyed the process group"
 
 
-class Voice:
+class Heartbeat:
     """Of one rank of a process group.
 
     Attributes:
         doing: what others may have to wait for.
-        failed: what this rank has told the program of ranks that it waited for openly.
-        left: why nobody is to look after this rank any longer; "" as long as they are.
+        failed: the error that its program got of ranks that did not come to the first meeting.
+        left: why nobody is to watch this rank any longer; "" as long as they are.
     """
 
     def __init__(self, bulletin: Bulletin, rank: int, operations: Operations) -> None:
@@ -31,24 +31,24 @@ class Voice:
         self._beats = 0
         self._lock = threading.RLock()
 
-    def say(self) -> None:
-        with self._lock:  # what is said last is posted last
+    def send(self) -> None:
+        with self._lock:  # what is sent last is posted last
             self._beats += 1
-            said = {
+            report = {
                 "beat": self._beats,
                 "doing": self.doing,
                 "place": place_of_main_thread(),
                 "process": self._process,
                 "host": self._host,
-                "operation": self._operations.said(),
+                "operation": self._operations.as_report(),
                 "failed": self.failed,
                 "left": self.left,
             }
             post = self._bulletin.post if self._bulletin.has_session else self._bulletin.post_openly
-            post(f"alive/{self._rank}", said)
+            post(f"alive/{self._rank}", report)
 
     def met(self) -> None:
-        """There is a session. Who would end before it has spoken in that would never be missed."""
+        """There is a session. A rank that ended before it reports in that would never be missed."""
         with self._lock:
-            self.say()
+            self.send()
             self._bulletin.post_openly(f"alive/{self._rank}", None)
