@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.cuda.nccl
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from torch.cuda import nccl
 
 from gradsplit.bucketing.link_model import LinkModel, fit_link_model
 
@@ -29,7 +29,7 @@ _REPETITIONS = 7
 _CONNECT_S = 3.0
 _MEETING_S = 60
 SKEW_S = 0.5
-"""Clocks that differ by more are told: the first failure of a job is found by them."""
+"""Clocks that differ by more are reported: the first failure of a job is found by them."""
 
 
 def machine() -> dict[str, Any]:
@@ -49,7 +49,7 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "gpus": gpus,
         "apart": [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)],
-        "nccl": ".".join(map(str, nccl.version())) if gpus and dist.is_nccl_available() else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpus and dist.is_nccl_available() else None,
         "fabric": {
             str(port.relative_to("/sys/class/infiniband")): (port / "state").read_text().split()[-1]
             for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*"))
@@ -65,58 +65,60 @@ def complaints(
     within: Mapping[str, LinkModel],
 ) -> list[str]:
     """Return what is wrong, a sentence each. ``unreachable``: from and to; ``ahead_s``: of rank 0's clock."""
-    told = []
+    problems = []
     for here in machines:
         name = here["name"]
         if here["address"] is None:
-            told.append(f"{name}: its host name has no address; add it to /etc/hosts, or give --master-addr")
+            problems.append(
+                f"{name}: its host name has no address; add it to /etc/hosts, or give --master-addr"
+            )
         elif len(machines) > 1 and here["address"].startswith("127.0.1."):
-            told.append(
+            problems.append(
                 f"{name}: its host name means {here['address']}, where no other machine reaches it; mend /etc/hosts, "
                 "or give --master-addr"
             )
         if 0 < len(here["gpus"]) < here["ranks"]:
-            told.append(
+            problems.append(
                 f"{name}: {here['ranks']} ranks for {len(here['gpus'])} GPUs; give --nproc-per-node gpu"
             )
         if here["gpus"] and here["nccl"] is None:
-            told.append(f"{name}: this torch has no NCCL, and gloo moves GPU tensors through the host")
+            problems.append(f"{name}: this torch has no NCCL, and gloo moves GPU tensors through the host")
         if here["apart"]:
-            told.append(
+            problems.append(
                 f"{name}: GPUs {here['apart'][0]} cannot read each other's memory; see nvidia-smi topo -m"
             )
         down = [port for port, state in here["fabric"].items() if state != "ACTIVE"]
         if down:
-            told.append(f"{name}: not active: {', '.join(down)}")
+            problems.append(f"{name}: not active: {', '.join(down)}")
         if here["shared_bytes"] is not None and here["shared_bytes"] < 1 << 30:
-            told.append(
+            problems.append(
                 f"{name}: /dev/shm has {here['shared_bytes'] >> 20} MiB, which NCCL and data loaders share; a "
                 "container gets more with --shm-size"
             )
     for what in "torch", "nccl":
         if len({here[what] for here in machines}) > 1:
             held = ", ".join(f"{here[what]} on {here['name']}" for here in machines)
-            told.append(f"the machines differ in {what}: {held}")
+            problems.append(f"the machines differ in {what}: {held}")
     if (
         len(machines) > 1
         and any(here["gpus"] for here in machines)
         and not any(h["fabric"] for h in machines)
     ):
-        told.append("no InfiniBand or RoCE port is seen: NCCL goes over TCP between the machines")
-    told += [f"{a} cannot connect to a fresh port of {b}; is there a firewall?" for a, b in unreachable]
+        problems.append("no InfiniBand or RoCE port is seen: NCCL goes over TCP between the machines")
+    problems += [f"{a} cannot connect to a fresh port of {b}; is there a firewall?" for a, b in unreachable]
     for name, seconds in ahead_s.items():
         if abs(seconds) > SKEW_S:
-            told.append(
+            problems.append(
                 f"the clock of {name} is {abs(seconds):.1f} s {'ahead' if seconds > 0 else 'late'}: of failures on "
                 "several machines the first is found by clocks; see chronyc tracking"
             )
     usual = statistics.median(link.seconds_per_byte for link in within.values()) if within else 0.0
     for name, link in within.items():
         if link.seconds_per_byte > 2 * usual:
-            told.append(
+            problems.append(
                 f"{name}: its ranks all-reduce at less than half the speed of those of other machines"
             )
-    return told
+    return problems
 
 
 def measure(group: Any, device: torch.device) -> dict[int, float]:
@@ -173,7 +175,7 @@ def _clocks(leaders: Sequence[int]) -> dict[int, float]:
                 dist.send(when, leader)
                 dist.recv(when, leader)
                 end = time.time()
-                if end - start < best_s:  # The quickest answer tells best.
+                if end - start < best_s:  # The quickest answer is the most exact one.
                     best_s, ahead[leader] = end - start, float(when) - (start + end) / 2
             elif rank == leader:
                 dist.recv(when, 0)
@@ -217,9 +219,9 @@ def main() -> int:
         times[what] = _gather(mine)[ranks[0]]
     links = {what: fit_link_model(list(measured.items())) for what, measured in times.items()}
     within = {name: links[what] for name in names if (what := f"the ranks of {name}") in links}
-    told = complaints(machines, unreachable, ahead, within)
+    problems = complaints(machines, unreachable, ahead, within)
     if rank == 0:
-        _report(machines, backend, groups, times, links, ahead, told)
+        _report(machines, backend, groups, times, links, ahead, problems)
     dist.destroy_process_group()
     return 0
 
@@ -231,7 +233,7 @@ def _report(
     times: Mapping[str, Mapping[int, float]],
     links: Mapping[str, LinkModel],
     ahead: Mapping[str, float],
-    told: Sequence[str],
+    problems: Sequence[str],
 ) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160)
     table = Table("machine", "address", "ranks", "GPUs", "torch", "NCCL", "fabric", "clock", box=None)
@@ -259,7 +261,7 @@ def _report(
         console.print(table)
         for what, link in links.items():
             console.print(f"{what}: {link}", soft_wrap=True, highlight=False)
-    for line in told or ["nothing is wrong"]:
+    for line in problems or ["nothing is wrong"]:
         console.print(line, soft_wrap=True, highlight=False)
 
 

@@ -15,7 +15,7 @@ from gradsplit.distributed.group_backend import backend_of
 from gradsplit.distributed.reducer.parked_reducer import has_hook_in_c
 from gradsplit.distributed.reducer.wrapped_parameters import looks_for_unused, reduced_parameters
 
-# How each backend is told to average: by the operator, or by scaling before a sum.
+# How each backend averages: by the operator, or by scaling before a sum.
 _REDUCING_BACKENDS = ("gloo", "nccl")
 # Methods that a call consists of.
 _STEPS = ("forward", "_run_ddp_forward", "_pre_forward", "_post_forward", "_sync_buffers")

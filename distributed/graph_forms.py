@@ -91,7 +91,7 @@ class GraphForms:
                 "a graph that serves more than %d modules runs with torch's own kernels", _MOST_FORMS
             )
             return self._captured.module
-        # A failure is written before others are told of it, and end this rank.
+        # A failure is written before it is posted to others, and they end this rank.
         with (
             self._agreement.compiling(f"compiles a graph of {len(self._captured.module.graph.nodes)} nodes"),
             self._request.failures_of(self._captured, inputs).compiling(),

@@ -154,7 +154,7 @@ class InGraphWay:
         return result
 
     def _tell_others(self, error: BaseException) -> None:
-        """A call raised. What a compilation raised, the others have been told already."""
+        """A call raised. What a compilation raised has been posted to the others already."""
         if self._agreement.watch.failure:
             return
         if not isinstance(error, Exception):  # this process ends, or the program goes on after an interrupt

@@ -77,7 +77,7 @@ class Agreement:
         is_groups: whether an argument ``group`` of torch's functions is the group.
 
     Attributes:
-        watch: tells and hears of failures.
+        watch: posts and reads failures.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Agreement:
         return Verdict(verdict["reason"], verdict["offer"])
 
     def give_up(self, what: str, error: str) -> None:
-        """A round that this rank has no part in because of an error: the others are told, if they wait in it.
+        """A round that this rank has no part in because of an error: it is posted to the others, if they wait in it.
 
         Unlike a crash in compilation this does not end the job: an error that all ranks raise is theirs to handle.
         """
@@ -257,7 +257,7 @@ class Agreement:
         raise CompileError(self.watch.failure)
 
     def _judge(self, decisions: Mapping[int, Any]) -> dict[str, Any]:
-        """What all ranks are told."""
+        """The verdict for all ranks."""
         first = decisions[self._ranks[0]]
         error = reason = ""
         for rank, decision in decisions.items():

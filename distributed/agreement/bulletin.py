@@ -1,4 +1,4 @@
-"""What the ranks of a process group tell one another on the CPU, without a collective: entries in the group's store.
+"""What the ranks of a process group write to one another on the CPU, without collectives: entries in its store.
 
 Whoever reads looks whether an entry is there before it asks for it, so nobody is blocked in the store, and a rank that
 does not come can be named after a time limit. A store may also cease to answer, where the process that holds it has
@@ -33,7 +33,7 @@ from gradsplit.compile_core.errors import CompileError
 
 logger = logging.getLogger(__name__)
 
-# For how long a store may say nothing: a machine may be busy, and a process is not told that it was stopped.
+# For how long a store may say nothing: a machine may be busy, and a process does not notice that it was stopped.
 SILENCE_S = 18.0
 _CONNECT_TIMEOUT_S = 5.0
 _Request = tuple[Future[Any], Callable[[], Any]]

@@ -1,4 +1,5 @@
-"""Whether the process of another rank lives, as far as its machine tells: one that starves says nothing, either."""
+"""Whether the process of another rank lives, as far as its machine knows: one that only gets no processor time sends no
+heartbeat, either."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class BufferBroadcast:
 
     Args:
         wait: waits for a collective.
-        begins: is told what begins, and whether it waits for other ranks.
+        begins: is called with what begins, and whether that waits for other ranks.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class _Message:
 class _Tables:
     """The modules and buffers that a module consists of, to notice when others have taken their places.
 
-    Asked in each step, so the loops are C's, and each table is looked at once: there are hundreds, in no cache.
+    Called in each step, so the loops are C's, and each table is looked at once: there are hundreds, in no cache.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:

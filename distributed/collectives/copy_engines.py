@@ -146,7 +146,7 @@ class CopyEngines:
         self._last: tuple[float, Any] | None = None
         # Of the parts of others.
         self._scratch = Scratch()
-        # Behind what a backward has stored, of the bucket that begins.
+        # After what a backward has stored in the bucket that is started.
         self._stored = torch.cuda.Event()
 
     def allocate(self, numel: int, dtype: torch.dtype) -> SharedBuffer:
@@ -218,8 +218,8 @@ class CopyEngines:
         self._stream = torch.cuda.Stream(self._device)
 
     def late(self) -> str:
-        """What every rank is told if the last mean is under way for longer than a collective of the group may be; on
-        any thread."""
+        """The message for all ranks if the last mean is under way for longer than a collective of the group may be, or
+        ""; on any thread."""
         if (last := self._last) is None:
             return ""
         started_s, done = last

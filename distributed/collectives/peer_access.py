@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from gradsplit.distributed.group_backend import backend_of
 
-# Tells hosts of one name apart.
+# Distinguishes hosts of one name.
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 

@@ -47,7 +47,7 @@ class SharedBuffer:
 
     @cached_property
     def part_on_others(self) -> Sequence[torch.Tensor]:
-        """The same of the other ranks. Each begins with another, so that no link is asked for by all."""
+        """The same of the other ranks. Each begins with another, so that they do not all use one link at once."""
         ranks, part = len(self.of_ranks), self._part
         if part.start == part.stop:
             return []

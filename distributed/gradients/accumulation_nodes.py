@@ -27,7 +27,7 @@ class _OwnHook(functools.partial[None]):
 
 
 class AccumulationNodes:
-    """The nodes of some parameters, with hooks that tell when the engine comes by.
+    """The nodes of some parameters, with hooks that run when the engine reaches them.
 
     Args:
         reached: a method, called before a gradient is accumulated.
@@ -52,7 +52,7 @@ class AccumulationNodes:
         of_accumulated = weakref.WeakMethod(accumulated)
         for name, node in self.by_name.items():
             before = call_before(node, reached)
-            after = node.register_hook(_OwnHook(_tell, of_accumulated, name))
+            after = node.register_hook(_OwnHook(_call_if_alive, of_accumulated, name))
             put_first(after)
             handles += [before, after]
         self._hooks: list[Mapping[int, Any]] = [handle.hooks_dict_ref() for handle in handles]
@@ -87,7 +87,7 @@ def hooks_came_late(what: str) -> str:
 def call_before(node: Any, method: Callable[..., None], *arguments: Any) -> Any:
     """Has a method called, with these arguments and the gradients, before the engine runs ``node``. Its object is not
     kept alive."""
-    return node.register_prehook(_OwnHook(_tell, weakref.WeakMethod(method), *arguments))
+    return node.register_prehook(_OwnHook(_call_if_alive, weakref.WeakMethod(method), *arguments))
 
 
 def remove_with(owner: object, handles: Iterable[Any]) -> None:
@@ -95,7 +95,7 @@ def remove_with(owner: object, handles: Iterable[Any]) -> None:
     weakref.finalize(owner, _remove, handles).atexit = False
 
 
-def _tell(method: weakref.WeakMethod[Callable[..., None]], *arguments: Any) -> None:
+def _call_if_alive(method: weakref.WeakMethod[Callable[..., None]], *arguments: Any) -> None:
     living = method()
     if living is not None:
         living(*arguments)

@@ -23,11 +23,11 @@ class Watch(Protocol):
     """Knows of failures of the job."""
 
     def begins(self, what: str) -> None:
-        """Hears of what all ranks do together."""
+        """Notes what all ranks begin together."""
         ...
 
     def check_failures(self) -> None:
-        """Raises what has become known."""
+        """Raises a failure that has become known."""
         ...
 
     def wait(self, work: Any) -> None:
@@ -36,7 +36,7 @@ class Watch(Protocol):
 
 
 class RoundObserver(Protocol):
-    """Told what happens in a round, to measure it."""
+    """Is called in a round, to measure it."""
 
     def gradients_arrived(self, names: Sequence[str]) -> None: ...
 
@@ -62,7 +62,7 @@ class Buckets:
         buffers, marks: the memory; ``None`` before the first plan.
         static_graph: what is known of all rounds, if the program says that they are alike.
         ready_times: measures rounds, in which everything is reduced last.
-        observer: is told of rounds.
+        observer: measures rounds, too.
     """
 
     def __init__(

@@ -64,8 +64,8 @@ class DDPCommunicator:
         # The nodes of programs in autograd's graph, as long as that lives, and which gradients each stores.
         self._programs: WeakKeyDictionary[Any, Sequence[str]] = WeakKeyDictionary()
         self.expecting = False
-        # Whether results of the last forward tell of backwards.
-        self._tells = False
+        # Whether results of the last forward have nodes, whose hooks show which backwards are the module's.
+        self._has_result_nodes = False
         # Parameters that have got no gradient since the last forward.
         self._awaited: tuple[str, ...] = ()
         self.missing: tuple[str, ...] = ()
@@ -116,11 +116,11 @@ class DDPCommunicator:
         self._awaited = tuple(self.buckets.parameters)
         results = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
         nodes = {value.grad_fn for value in results if value.grad_fn is not None}
-        self._tells = bool(nodes)
+        self._has_result_nodes = bool(nodes)
         for node in nodes:
             node.register_prehook(self._reaches_result)
         if self.buckets.stepper is not None:
-            self.buckets.stepper.expect_backward(is_noticed=self._tells)
+            self.buckets.stepper.expect_backward(is_noticed=self._has_result_nodes)
 
     def break_off(self) -> None:
         """The backward of the round raised. Its averages are waited for later: where other ranks do not start them,
@@ -202,8 +202,8 @@ class DDPCommunicator:
             got = ended.stored | ended.unused
             self.missing = self._awaited = tuple(filterfalse(got.__contains__, self._awaited))
             # As stock DDP, a forward may be followed by several backwards, each for some of the parameters. Where
-            # results tell of these, other backwards are none of ours: ranks may be missing different ones.
-            self.expecting = bool(self.missing) and not self._tells
+            # results have nodes, other backwards are not the module's: ranks may be missing different ones.
+            self.expecting = bool(self.missing) and not self._has_result_nodes
             self.rounds += 1
         self._round = None
         round_ended(self)

@@ -1,8 +1,8 @@
-"""Where the backward that runs would come in plain PyTorch, of which the engine tells a node nothing.
+"""Which results and parameters the running backward would reach in plain PyTorch.
 
-A compiled graph is one function to autograd's engine: from any of its results the engine comes to all of its inputs, if
-with undefined gradients. Plain PyTorch comes to those only that a result was computed from. The paths are found by a
-walk through autograd's graph, which is taken where a gradient is undefined, hence rarely.
+A compiled graph is one function to autograd's engine: from any of its results the engine reaches all of its inputs,
+with undefined gradients if need be. Plain PyTorch reaches only those that the result was computed from. The paths are
+found by a walk through autograd's graph where a gradient is undefined, hence rarely.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _reached: dict[int, dict[Any, set[int]]] = {}
 
 @contextmanager
 def paths_begin_at(roots: Roots, is_whole: bool = True) -> Iterator[None]:
-    """A backward runs from here, for all leaves or for what it is asked for."""
+    """A backward runs from here, for all leaves or for the requested ones."""
     start = object()
     _roots[start], _whole[start] = roots, is_whole
     try:
@@ -57,7 +57,7 @@ def reached_by_some(node: Any, results_of: Mapping[str, Collection[int]]) -> fro
 
 
 def _find_reached() -> dict[Any, set[int]]:
-    # Of where a backward begins, the engine does not tell whether it runs it.
+    # Whether the engine runs a node at which a backward begins is not to be found out from it.
     pending = [_edge_of(root) for roots in [*_roots.values()] for root in roots]
     seen: set[tuple[Any, int]] = set()
     while pending:

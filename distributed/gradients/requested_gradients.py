@@ -35,7 +35,7 @@ from gradsplit.distributed.streams import current_stream
 
 
 class RequestedGradients:
-    """What one backward is asked for.
+    """The gradients that one backward was requested for.
 
     Attributes:
         as_values: the gradients are to be returned, not to be accumulated.
@@ -91,7 +91,7 @@ class RequestedGradients:
 
     @contextmanager
     def known_from(self, roots: Sequence[torch.Tensor | GradientEdge]) -> Iterator[None]:
-        """While this lasts, ``requested_now`` tells of it in the backward that begins at ``roots``."""
+        """While this lasts, ``requested_now`` returns it in the backward that begins at ``roots``."""
         nodes = {root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots}
         numbers: list[int] = []
 
@@ -117,7 +117,7 @@ _living: weakref.WeakSet[Anchors] = weakref.WeakSet()
 
 
 def requested_now() -> RequestedGradients | None:
-    """What the backward that runs is asked for; ``None`` if it is for no parameters of buckets in particular."""
+    """What the running backward was requested for; ``None`` if it is for no parameters of buckets in particular."""
     return _under_way.get(current_graph_task_id()) if _under_way else None
 
 
@@ -150,19 +150,19 @@ def wanted_values(parameters: Mapping[str, torch.nn.Parameter], names: Sequence[
 
 
 def watch_anchors(anchors: Anchors) -> None:
-    """From now on backwards are looked at that ask for parameters of these, as long as they live."""
+    """From now on backwards that request parameters of these run their programs, as long as the anchors live."""
     _living.add(anchors)
     watch_backwards()
 
 
 def watch_backwards() -> None:
-    """From now on it is known where backwards begin."""
+    """From now on it is known where backwards begin: the engine is replaced."""
     if not is_patched(Variable, "_execution_engine"):
         patch(Variable, "_execution_engine", _WatchedEngine(), "backwards that are for certain parameters")
 
 
 class _WatchedEngine(ImperativeEngine):
-    """Autograd's engine; only what starts a backward differs, and what is heard of one that raises."""
+    """Autograd's engine; only the start of a backward differs, and the end of one that raises."""
 
     @apart_from_torch_compile
     def run_backward(

@@ -1,4 +1,4 @@
-"""Which parameters the backwards that run still read: memory tells, so that views of a parameter count as it does.
+"""Which parameters the backwards that run still read, found by memory, so that views of a parameter count as it does.
 
 A backward program says after each region what the later ones read. What it returns to autograd may be read by anybody;
 so a parameter in there counts as read until the round is over.

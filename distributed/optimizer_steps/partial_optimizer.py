@@ -4,7 +4,7 @@ A part is an object of the optimizer's class with its attributes and its state, 
 that the optimizer's groups have now, but only some parameters. So schedulers, ``state_dict`` and ``load_state_dict``
 are the optimizer's as ever, and whatever computes each parameter's step for itself computes the same bits.
 
-An optimizer for which that does not hold is refused: before the first step where its class tells, else in the first
+An optimizer for which that does not hold is refused: before the first step where its class shows it, else in the first
 round, as one that changes parameters it was not given, or counts steps elsewhere than in the parameters' state.
 """
 
@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from gradsplit.compile_core.torch_facts.optimizers import global_post_hooks, global_pre_hooks
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-# By which a GradScaler tells whether an optimizer takes scaled gradients.
+# By which a GradScaler sees whether an optimizer takes scaled gradients.
 _TAKES_SCALED = "_step_supports_amp_scaling"
 
 

@@ -26,7 +26,7 @@ from gradsplit.distributed.streams import current_stream
 
 
 class StepInBackward:
-    """Told what happens in the rounds of a module.
+    """Follows the rounds of a module.
 
     Args:
         optimizer: what is stepped.

@@ -1,6 +1,6 @@
 """What must be known of an exported graph before it is cut: its values, seen by running it on fake tensors.
 
-A cut between two nodes sends every value across that is made before it and read behind it. Not every cut will do: what
+A cut between two nodes sends every value across that is made before it and read after it. Not every cut will do: what
 is changed in place must be changed where it is made, a buffer that is written lives in one stage, and modes of the
 program such as autocast do not reach from one stage into the next.
 """

@@ -46,7 +46,7 @@ class DDPPlanner:
     that, once for all graphs of the module.
 
     Args:
-        compiling: tells the other ranks that this one compiles, while it does.
+        compiling: reports to the other ranks that this one compiles, while it does.
 
     Attributes:
         communicator: has the gradients reduced.
@@ -106,7 +106,7 @@ class DDPPlanner:
         return plan
 
     def _gradients(self, graph: PartitionedGraph, inputs: Sequence[torch.Tensor]) -> Mapping[str, int]:
-        """Where gradients to be reduced stand among the backward's results; identity tells parameters."""
+        """Where gradients to be reduced stand among the backward's results; parameters are recognised by identity."""
         assert graph.backward is not None
         names = {id(parameter): name for name, parameter in self._buckets.parameters.items()}
         found: dict[str, int] = {}

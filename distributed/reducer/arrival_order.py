@@ -1,8 +1,8 @@
 """The order in which autograd's engine accumulates gradients, without running it.
 
 The engine runs, of all nodes whose gradients have come, the one that was made last, and accumulates into leaves at
-once. Its order in plain PyTorch is that in which stock DDP's reducer lays out its rebuilt buckets. A captured graph
-tells it after a run on fake tensors, which leaves autograd's nodes.
+once. Its order in plain PyTorch is that in which stock DDP's reducer lays out its rebuilt buckets. It is found by a
+run of the captured graph on fake tensors, which leaves autograd's nodes.
 
 Limit: of four or more gradients that one node gives to leaves, the engine takes some earlier than others; here they
 come as the node gives them.

@@ -1,11 +1,11 @@
 """Gives back the memory of a reducer that is not used: stock DDP's holds a second copy of all gradients.
 
 ``DistributedDataParallel`` makes its reducer, with buckets for all gradients, when it is constructed. On the in-graph
-way nobody uses it. It is let go, and made again, as for an unpickled module, when anybody asks for it: ``join()``, a
+way nobody uses it. It is released, and made again, as for an unpickled module, when anybody reads it: ``join()``, a
 communication hook, logging data, or a method of a later torch. Copies have one of their own, as all copies do.
 
 To notice that, the class gets attributes of the two names that hold it, when the first reducer is parked. They are
-asked only where an instance has none of its own, so other modules, and torch's compiler which looks into them, never
+read only where an instance has none of its own, so other modules, and torch's compiler which looks into them, never
 meet them.
 """
 
@@ -32,7 +32,7 @@ _PURPOSE = "memory of stock DDP's buckets, where it does not reduce"
 
 
 def park_reducer(ddp: DistributedDataParallel) -> None:
-    """Lets go of the module's reducer until somebody asks for it; no backward through it may be under way."""
+    """Releases the module's reducer until somebody reads it; no backward through it may be under way."""
     _prepare_class()
     remember_parameters(ddp)
     attributes = vars(ddp)
@@ -44,7 +44,7 @@ def park_reducer(ddp: DistributedDataParallel) -> None:
 
 
 def park_again(reference: weakref.ref[DistributedDataParallel]) -> None:
-    """Lets go of the reducer that a plain call of the module had made: what autograd accumulates from that call comes
+    """Releases the reducer that a plain call of the module had made: what autograd accumulates from that call comes
     to whoever reduces the rest, and of one gradient only one can.
 
     Raises:
@@ -66,7 +66,7 @@ def is_parked(ddp: DistributedDataParallel) -> bool:
 
 
 def has_hook_in_c(ddp: DistributedDataParallel) -> bool:
-    """Whether the reducer has one of those that come with it. Nobody but its logger tells."""
+    """Whether the reducer has one of the built-in communication hooks, in C++. Only its logger knows."""
     if is_parked(ddp) or ddp.logger is None:
         return False
     return ddp.logger._get_ddp_logging_data().strs_map.get("comm_hook", "").startswith("Builtin")

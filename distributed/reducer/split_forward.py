@@ -5,7 +5,7 @@ hence between the backwards of two pieces. A gradient is final when the backward
 is complete after the first use of all of its parameters, and of those of the buckets before it, which the reducer
 starts in order. There a piece begins; where the graph cannot be cut (``cut_points``), it begins earlier.
 
-Parameters are told by identity among the graph's inputs, so it does not matter how the program came by them.
+Parameters are recognised by identity among the graph's inputs, so it does not matter how the program came by them.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsplit.distributed.ddp_module import Names, parameter_names
 
-# What is known of a reducer that was let go.
+# What is known of a reducer that was released.
 _REMEMBERED = "_gradsplit_reduced_parameters"
 
 
