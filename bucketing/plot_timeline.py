@@ -1,7 +1,7 @@
 """A picture of a timeline: compute above, all-reduces below, one time axis.
 
 The part of an all-reduce during which nothing was computed has its own colour: it is the time that a better
-plan could still hide. matplotlib is imported here only, and only when a picture is asked for.
+plan could still hide. matplotlib is imported here only, and only when a picture is drawn.
 """
 
 from collections.abc import Sequence

@@ -29,7 +29,7 @@ def reducer_plan(
 
     Args:
         parameters_in_ready_order: each parameter once, in the order in which gradients become ready; those that
-            are frozen or that DDP was told to ignore are not among them.
+            are frozen or that DDP has to ignore are not among them.
         limits_bytes: of the first bucket, the second, and so on; the last one also of all later buckets. Of
             `bucket_cap_mb` that one size, of `bucket_cap_mb_list` those sizes. A limit of 0 gives every
             parameter its own bucket.

@@ -34,7 +34,7 @@ class CodeLocation:
 
 
 class CompileError(Exception):
-    """A program that cannot be compiled as asked."""
+    """A program that cannot be compiled as requested."""
 
 
 # Of a deep chain of calls, messages show the first and the last.

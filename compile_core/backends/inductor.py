@@ -1,7 +1,7 @@
 """The bridge: TorchInductor makes the kernels, everything round them is ours.
 
 Capture, joint trace, partition and schedule are those of the default backend; each compute region of a schedule goes
-to TorchInductor as one graph. Measured beside the default backend it tells the quality of kernels from that of
+to TorchInductor as one graph. Measured beside the default backend it separates the quality of kernels from that of
 schedules. This is the one file that uses torch's compiler, which is imported when the first region comes.
 
 Random numbers are TorchInductor's own, seeded from torch's generator; with the option ``fallback_random`` they are
@@ -109,7 +109,7 @@ def _configured(options: CompileOptions, chosen: Mapping[str, Any]) -> Any:
         # after the trace, and put other strides in the place of those that the backward and the program speak of.
         "shape_padding": False,
     }
-    # Of the rest, what nobody asked for is as TorchInductor has it.
+    # The rest is as TorchInductor has it, unless an option says otherwise.
     for name in {"max_autotune", "epilogue_fusion"} & options.changed:
         settings[name] = getattr(options, name)
     return _inductor().config.patch(settings)
@@ -194,7 +194,7 @@ def _empty_like(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
 
 
 def _as_promised(result: Any, strides: tuple[int, ...] | None) -> Any:
-    """A result in the strides asked for; TorchInductor keeps to their order, but may put gaps between rows."""
+    """A result in the requested strides; TorchInductor keeps to their order, but may put gaps between rows."""
     if strides is None or same_strides(result.shape, result.stride(), strides):
         return result
     promised = torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device)

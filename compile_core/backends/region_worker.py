@@ -57,7 +57,7 @@ def _serve() -> None:
     while select.select([0], [], [], _IDLE_S)[0]:
         line = sys.stdin.readline()
         if not line.endswith("\n"):
-            return  # who asked has ended
+            return  # the parent process has ended
         answer = json.dumps(_answer(json.loads(line))).encode() + b"\n"
         while answer:
             answer = answer[os.write(answers, answer) :]
@@ -75,6 +75,6 @@ def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     os.nice(5)
-    # Who asked may be gone.
+    # The parent process may be gone.
     with suppress(BrokenPipeError):
         _serve()

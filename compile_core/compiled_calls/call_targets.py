@@ -57,7 +57,7 @@ class Target:
 
     @property
     def subject(self) -> Any:
-        """What tells the calls of objects apart, which run ``call_object``: what their code depends on."""
+        """What distinguishes calls of objects, which run ``call_object``: what their code depends on."""
         return _subject(self.owner) if self.function is call_object else None
 
     def unbound(self) -> Target:
@@ -187,7 +187,7 @@ class CalledForward:
         self._known = self._now()
 
     def has_changed(self) -> bool:
-        """Whether it is another than when this was made or asked last. Asked at each call."""
+        """Whether it is another than when this was made or called last. Called at each call of the target."""
         own, of_class = self._now()
         if own is self._known[0] and of_class is self._known[1]:
             return False
@@ -208,7 +208,7 @@ class CalledCode:
         self._keyword_defaults = function.__kwdefaults__
 
     def has_changed(self) -> bool:
-        """Whether it is another than when this was made. Asked at each call."""
+        """Whether it is another than when this was made. Called at each call of the target."""
         function = self._function
         return (
             function.__code__ is not self._code

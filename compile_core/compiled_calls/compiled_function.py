@@ -66,7 +66,7 @@ class CompiledFunction(Compiled):
         dynamic: None makes the sizes symbolic that differ between calls, True all of them at once, False none.
         cache_limit: how many different captures a code object may have before calls run as plain Python; None is
             ``config.cache_size_limit`` at the time.
-        observer: who is told of captures and misses, also of those of continuations and callees.
+        observer: is called at captures and misses, also at those of continuations and callees.
         modules_apart: modules among what it calls that have a compiled form of their own, and no part in its graphs.
         programs: what was compiled under these very settings already, shared with other functions.
 

@@ -18,7 +18,7 @@ from gradsplit.compile_core.torch_facts.modules import GLOBAL_HOOK_TABLES, call_
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
-    """Whether a call of the module is more than its ``forward``. Asked at each call, so it loops over nothing."""
+    """Whether a call of the module is more than its ``forward``. Called at each call, so it loops over nothing."""
     of_module = module.__dict__.get
     return bool(
         of_module("_forward_hooks")

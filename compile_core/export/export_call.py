@@ -371,10 +371,10 @@ class _ExportedCall:
         return node
 
     def _training(self) -> bool | None:
-        """The mode of the program, if it asked."""
+        """The mode of the program, if it read that."""
         sources = [str(source) for guard in self.guards for source in guard.sources]
-        asked = any(source.endswith(("['training']", ".training")) for source in sources)
-        return self.call[0].training if asked and isinstance(self.call[0], nn.Module) else None
+        was_read = any(source.endswith(("['training']", ".training")) for source in sources)
+        return self.call[0].training if was_read and isinstance(self.call[0], nn.Module) else None
 
 
 def _describe(place: str, value: Any, leaf: Callable[[Any], Structure | None]) -> Structure:

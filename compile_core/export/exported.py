@@ -41,7 +41,7 @@ class Exported:
         conditions: what must hold of open sizes, as Python over ``args`` and ``kwargs``.
         modules: parameters and buffers by module.
         tensors: parameters, buffers and constants by name, on the meta device where the program's were.
-        training: whether the program was in training mode, where it asked for that; else None.
+        training: whether the program was in training mode, if it read that; else None.
         devices: the type of device that the graph's own tensors are made on, if it makes any.
     """
 

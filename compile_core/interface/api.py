@@ -162,7 +162,7 @@ def _new_programs(request: CompileRequest) -> Programs:
             )
         return failures.watched(compiled)
 
-    # A backend that also observes is told of what leads to the graphs that it compiles.
+    # A backend that is an observer, too, observes what leads to the graphs that it compiles.
     observer = (
         backend.compile
         if isinstance(backend, GraphBackend) and isinstance(backend.compile, Observer)

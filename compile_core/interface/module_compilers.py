@@ -97,7 +97,7 @@ def _without_guard_filter(options: Mapping[str, Any] | None) -> Mapping[str, Any
         return options
     if not callable(options["guard_filter_fn"]):
         raise TypeError(f"option 'guard_filter_fn' takes a function, not {options['guard_filter_fn']!r}")
-    logger.info("guard_filter_fn is not asked: all guards stay")
+    logger.info("guard_filter_fn is not called: all guards stay")
     return {name: value for name, value in options.items() if name != "guard_filter_fn"} or None
 
 
@@ -206,6 +206,6 @@ _RECORD = "_gradsplit_compiled_calls"
 @functools.cache
 def _plugins() -> tuple[ModuleCompiler, ...]:
     with kept_random_state():  # some packages draw one when they are imported
-        # Asked for by its name, since this package imports nothing of that one.
+        # Imported by its name, since this package imports nothing of that one.
         ddp = importlib.import_module("gradsplit.distributed.compile_core_plugin").PLUGIN
         return (ddp, *(point.load() for point in entry_points(group="gradsplit.planners")))

@@ -101,7 +101,7 @@ class Guard:
 
     @property
     def location(self) -> CodeLocation | None:
-        """The line of the program that asked for it, if one did."""
+        """The line of the program that is the reason for it, if one is."""
         return None if self.place is None else CodeLocation.of(*self.place)
 
 

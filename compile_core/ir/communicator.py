@@ -30,7 +30,7 @@ class Communicator(Protocol):
         ...
 
     def wanted_values(self, names: Sequence[str]) -> WantedValues:
-        """Called first in a backward: those of these destinations whose gradients are asked for as values, which are
+        """Called first in a backward: those of these destinations whose gradients are requested as values, which are
         given unless they are undefined. If there are any, the program stores nothing: it does not ``begin``."""
         ...
 
@@ -68,7 +68,7 @@ class Destinations(Protocol):
 
 
 class RegionObserver(Protocol):
-    """Told when regions run, to draw a measured step."""
+    """Called when regions run, to draw a measured step."""
 
     def region_started(self, name: str) -> None: ...
 

@@ -40,7 +40,7 @@ class Detachment:
     detached tensor, so that a change of one, in autograd's eyes, is one of all.
 
     Attributes:
-        number: tells detachments of a graph apart.
+        number: distinguishes detachments of a graph.
         is_counted: whether changes of the detached tensor count as changes of what it was detached from; ``.data`` has
             a count of its own.
     """

@@ -1,7 +1,7 @@
 """When things run: a graph cut into compute regions.
 
 One process is a schedule of one region. Data parallelism cuts the backward where gradients become ready: what a region
-stores in its destinations has arrived when the region has run, and whoever reduces gradients is told so at once.
+stores in its destinations has arrived when the region has run, of which whoever reduces gradients is notified at once.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class RegionOfManySizes:
         torchs_region: the region with torch's own kernels.
         elsewhere: what compiles the region, given its graph and itself without numbers, in another process; ``None``
             where that cannot be.
-        announce: tells others who wait for this process what it is about to compile in their time.
+        announce: called with what this process is about to compile, for those who wait for it meanwhile.
 
     Raises:
         Unsupported: what the region is given does not determine a size.

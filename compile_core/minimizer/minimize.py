@@ -75,7 +75,7 @@ def minimize(
         attempt: runs in a fork of this process.
         pass_names: of those that may be left out of a compilation.
         limit_s: how long one trial may take; what takes longer hangs.
-        says: told what goes on, a line each.
+        says: called with each line of progress.
     """
     begin, trials = time.monotonic(), 0
 
@@ -116,7 +116,7 @@ def minimize(
         candidate = fewer_calls(candidate, values_of(candidate), lambda other: fails(other, settings))
         says(f"{len(candidate.calls)} calls")
         is_drawn = False
-        if candidate.again is None:  # else it is what tells the two calls' inputs apart
+        if candidate.again is None:  # else it is what distinguishes the two calls' inputs
             candidate = smaller_sizes(candidate, lambda other: fails(other, settings))
             drawn = with_examples(replace(candidate, inputs=_drawn(candidate.inputs)))
             is_drawn = fails(drawn, settings)

@@ -35,7 +35,7 @@ class Outcome:
 
     Attributes:
         kind: "equal", "raises", "crashes", "hangs", "differs", or "plain raises" where plain PyTorch does.
-        what: what tells this failure from others of its kind.
+        what: what distinguishes this failure from others of its kind.
         text: the whole message.
         figures: what was measured besides, by name.
         rank: on which it failed, of those of a group.

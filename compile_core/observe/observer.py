@@ -1,4 +1,4 @@
-"""Who is told of what happens to a compiled function and to all that continues it or that it calls."""
+"""The interface of those who observe a compiled function and all that continues it or that it calls."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ one:
   ``None``. While a witness is alive, as in two forwards before a backward, another recording is made.
 
 The first call runs plainly, since libraries choose their kernels there. A call that no recording serves runs plainly
-too; the reason is logged once. Two limits: a user who changes a copied result in place is not told, as eager would
-tell, that the backward needed it; a result that another stream still reads must be held until that stream is done.
+too; the reason is logged once. Two limits: a user who changes a copied result in place gets no error, as in eager
+mode, that the backward needed it; a result that another stream still reads must be held until that stream is done.
 """
 
 from __future__ import annotations

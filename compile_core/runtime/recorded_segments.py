@@ -1,6 +1,6 @@
 """Recordings of a backward that stores gradients for a communicator: one for each region, and the news between them.
 
-The collectives are not part of a recording. Whoever owns them is told after the replay of each region what has been
+The collectives are not part of a recording. Their owner is called after the replay of each region with what has been
 written, as in a plain run, and starts them by rules of its own. NCCL could be recorded with the kernels, but asks then
 that all ranks record together and replay alike, always. A rank whose gradients add up to others', whose result is still
 held, or whose parameter moved, must run plainly while the others replay; the process group's watchdog sees recorded
@@ -89,7 +89,7 @@ class SegmentRecorder:
 
 
 class _NotedArrivals:
-    """The destinations of a run that computes nothing yet: what has arrived is told in each replay."""
+    """The destinations of a run that computes nothing yet: what has arrived is passed on in each replay."""
 
     def __init__(
         self, program: StoringProgram, destinations: Destinations, steps: list[Callable[[], None]]

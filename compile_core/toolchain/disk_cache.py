@@ -9,7 +9,7 @@ that processes that want some of the same ones divide them among themselves. An 
 built again. When the entries outgrow a limit, those that were not used for the longest time go first.
 
 Where nothing can be kept (a folder that may only be read, a full disk, a lock that never becomes free) or loaded,
-results are built in a temporary folder, and a line is logged. ``private_folders`` tells where none may be loaded.
+results are built in a temporary folder, and a line is logged. ``private_folders`` decides where none may be loaded.
 """
 
 from __future__ import annotations

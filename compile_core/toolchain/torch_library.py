@@ -36,7 +36,7 @@ _TUPLE_ITEMS_OFFSET = 24
 
 
 def load_library(source: Path, symbols: Mapping[str, str], opcodes: str) -> ctypes.CDLL:
-    """Builds a C++ file, or finds it in the cache, and tells it where torch's functions are, and tensors.
+    """Builds a C++ file, or finds it in the cache, and gives it addresses of torch's functions and tensors' layout.
 
     Args:
         source: the file.

@@ -64,7 +64,7 @@ def private(name: str, purpose: str, without: str = NOTHING_IS_COMPILED, instead
 
 
 def probed(name: str, purpose: str, without: str) -> Callable[[F], F]:
-    """Decorates a function that finds a fact out, when it is first asked, and else raises a LookupError."""
+    """Decorates a function that finds a fact out, when it is first needed, and else raises a LookupError."""
 
     def note(find: F) -> F:
         PRIVATE_PARTS[name] = PrivatePart(name, purpose, without, find)

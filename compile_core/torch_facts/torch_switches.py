@@ -33,7 +33,7 @@ _AUTOCAST_DEVICES = ("cpu", "cuda")
 class Switch:
     """``get(*prefix)`` reads it, ``set(*prefix, *values)`` turns it; ``get`` gives one value or their tuple.
 
-    ``concerns_kernels`` says that it tells torch's kernels how to compute, not the program which of them to call.
+    ``concerns_kernels`` says that it sets how torch's kernels compute, not which of them the program calls.
     """
 
     get: Callable[..., Any]

@@ -72,7 +72,7 @@ def batch_key(step: Step, buffers: Mapping[str, TensorSpec]) -> str | None:
         space = (space, prod(step.extents) % 16 == 0)
     numbered = {name: f"{k}" for k, name in enumerate(buffers_of(step))}
     body = list(with_accesses(step.body, lambda access: replace(access, buffer=numbered[access.buffer])))
-    # The print of a number tells 0.0 from -0.0, and 1 from True.
+    # The print of a number distinguishes 0.0 from -0.0, and 1 from True.
     return repr((space, [(spec.dtype, spec.device) for spec in specs], body))
 
 

@@ -197,7 +197,7 @@ def _leaves_bias(node: torch.fx.Node, plan: GraphPlan) -> bool:
 
 
 def _note_uses(user: torch.fx.Node, plan: GraphPlan) -> None:
-    """Tells a user's arguments how they are used; the user's own uses are known already."""
+    """Notes with a user's arguments how they are used; the user's own uses are known already."""
     kind = RE_INDEX if user in plan.absorbed else plan.use_kind(user)
     if _leaves_bias(user, plan):
         plan.bare.add(user)

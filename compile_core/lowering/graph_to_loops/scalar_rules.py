@@ -1,7 +1,7 @@
 """Pointwise operators: how one element of the result is computed.
 
 The dtype in which an operator computes follows from its kind. Most compute in the dtype of their result
-(which the graph's fake value tells, with torch's promotion already applied); comparisons in the promotion of
+(which the graph's fake value has, with torch's promotion already applied); comparisons in the promotion of
 their operands; logical operators on truth values.
 """
 

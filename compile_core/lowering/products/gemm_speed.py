@@ -2,8 +2,8 @@
 
 Some of torch's x86 wheels call an MKL that leaves half the speed of AMD's AVX-512 processors unused; oneDNN does not,
 but costs more to call, and torch copies a left operand whose rows are not dense, as that of a weight's gradient. Two
-sizes are measured once for a machine and kept in the build cache: a small one tells what a call costs, a large one what
-a multiplication and a copied element cost.
+sizes are measured once for a machine and kept in the build cache: a small one gives the cost of a call, a large one
+those of a multiplication and of a copied element.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gradsplit.compile_core.toolchain.disk_cache import DiskCache, content_key
 
 _SMALL, _LARGE = 16, 384
 _FILE = "seconds.json"
-# What a measurement is off by: where both are about as fast, BLAS, which needs no copies and writes where it is told.
+# What a measurement is off by: where both are about as fast, BLAS, which needs no copies and writes to a given place.
 _MARGIN = 0.95
 
 

@@ -1,4 +1,4 @@
-"""Triton itself: the one file that imports it. Run as a script it is a process that compiles what it is told to.
+"""Triton itself: the one file that imports it. Run as a script it is a process that compiles what it is sent.
 
 Such a process needs neither torch nor the rest of this package, so it starts in a fraction of a second. It reads a
 request a line from its input and answers each with a line, both JSON; ``toolchain.compile_workers`` is the other end.
