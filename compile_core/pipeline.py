@@ -41,6 +41,7 @@ from gradsplit.compile_core.ir.numbers import has_open_sizes
 from gradsplit.compile_core.ir.print_graph import print_graph, print_schedule
 from gradsplit.compile_core.ir.regions import whole_schedule
 from gradsplit.compile_core.ir.schedule import Schedule
+from gradsplit.compile_core.ir.tensor_spec import device_type_of
 from gradsplit.compile_core.ir.verify_graphs import verify_joint, verify_partition, verify_schedule
 from gradsplit.compile_core.many_sizes.graph_of_many_sizes import GraphOfManySizes
 from gradsplit.compile_core.many_sizes.open_backend import taking_open_sizes
@@ -275,9 +276,3 @@ def _start_regions(
         verify_schedule(schedule)
     started = {compute.name: backend.compile_region(compute, options, dump) for compute in schedule.computes}
     return lambda: link(schedule, {name: finish() for name, finish in started.items()})
-
-
-def device_type_of(examples: Sequence[Any]) -> str:
-    """The type of device that the graph computes on: an accelerator where any input lies on one."""
-    types = [example.device.type for example in examples if isinstance(example, torch.Tensor)]
-    return next((kind for kind in types if kind != "cpu"), "cpu")

@@ -34,6 +34,7 @@ from gradsplit.compile_core.export.structures import Structure, describe
 from gradsplit.compile_core.export.without_fakes import without_fakes
 from gradsplit.compile_core.ir.captured import CapturedFrame, GraphInput
 from gradsplit.compile_core.ir.sources import LocalSource, path_words
+from gradsplit.compile_core.ir.tensor_spec import device_type_of
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +191,7 @@ class _ExportedCall:
             tree,
             self.tensors,
             self._training(),
-            self.device or _device_type([*self.tensors.values(), *real]),
+            self.device or device_type_of([*self.tensors.values(), *real]),
         )
         if self.device:
             exported = replace(exported, device="meta").on(self.device)  # tensors without data stay on meta
@@ -404,8 +405,3 @@ def _free_name(wanted: str, taken: Mapping[str, Any]) -> str:
     while name in taken:
         name, number = f"{wanted}_{number}", number + 1
     return name
-
-
-def _device_type(tensors: Sequence[Any]) -> str:
-    kinds = [tensor.device.type for tensor in tensors if isinstance(tensor, torch.Tensor)]
-    return next((kind for kind in kinds if kind != "cpu"), "cpu")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 
@@ -114,6 +115,12 @@ def in_memory_order(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """The values in a dense tensor whose dims lie in memory in the order of ``spec``; the tensor itself if it does."""
     order, back = spec.memory_order
     return value.permute(order).contiguous().permute(back)
+
+
+def device_type_of(examples: Sequence[Any]) -> str:
+    """The type of device that a graph of these inputs computes on: an accelerator where any lies on one."""
+    types = [example.device.type for example in examples if isinstance(example, torch.Tensor)]
+    return next((kind for kind in types if kind != "cpu"), "cpu")
 
 
 def same_strides(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:

@@ -39,9 +39,6 @@ _FUNCTIONS = {
     ),
 }
 
-# Before, the functions kept an optional list's address and freed the list: sizes of no memory of theirs were read.
-_TAKES_OPTIONAL_LISTS = TorchVersion(torch.__version__) >= "2.13"
-
 
 class Kind(IntEnum):
     """What an argument of a function is, and so its type in C++: ``argument`` of ``region_interpreter.cpp``."""
@@ -68,6 +65,10 @@ _KINDS = {
     "Optional[List[int]]": (Kind.OPTIONAL_INTEGERS, Kind.INTEGER),
     "List[bool]": (Kind.BOOLS, Kind.INTEGER),
 }
+_LISTS = {Kind.INTEGERS, Kind.BOOLS}
+# Before, the functions kept an optional list's address and freed the list: sizes of no memory of theirs were read.
+if TorchVersion(torch.__version__) >= "2.13":
+    _LISTS.add(Kind.OPTIONAL_INTEGERS)
 # The words for what is missing.
 _NOTHING = {Kind.OPTIONAL_TENSOR: (-1,), Kind.OPTIONAL_INTEGERS: (0, 0)}
 
@@ -129,7 +130,7 @@ def native_call(call: ExternCall, device_type: str) -> NativeCall | None:
             arguments += struct.unpack("q", struct.pack("d", value))
         elif isinstance(value, int) and kind in (Kind.INTEGER, Kind.BOOL):
             arguments.append(int(value))
-        elif _is_list(value) and (kind in (Kind.INTEGERS, Kind.BOOLS) or _takes_list(kind)):
+        elif _is_list(value) and kind in _LISTS:
             arguments += (_words(value, kind is Kind.BOOLS), len(value))
         else:
             return None
@@ -139,10 +140,6 @@ def native_call(call: ExternCall, device_type: str) -> NativeCall | None:
 
 def _is_list(value: Any) -> TypeGuard[Sequence[int]]:
     return isinstance(value, (list, tuple)) and all(isinstance(item, int) for item in value)
-
-
-def _takes_list(kind: Kind) -> bool:
-    return kind is Kind.OPTIONAL_INTEGERS and _TAKES_OPTIONAL_LISTS
 
 
 def argument_names(call: ExternCall) -> Mapping[str, Any]:

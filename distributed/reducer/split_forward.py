@@ -74,7 +74,7 @@ class SplitForward:
             places = [self._first_uses[parameter] for parameter in bucket if parameter in self._first_uses]
             if places:
                 complete = min(complete, *places)
-                complete = next((place for place in range(complete, 0, -1) if self._may_begin(place)), 0)
+                complete = next((place for place in range(complete, 0, -1) if self._points.allowed[place]), 0)
                 if complete and complete not in begins:
                     begins.append(complete)
         # There is nothing to wait for in a beginning without gradients.
@@ -96,9 +96,6 @@ class SplitForward:
             gone = min(empty, len(begins) - 1)
             return self.pieces([*begins[:gone], *begins[gone + 1 :]])
         return pieces
-
-    def _may_begin(self, place: int) -> bool:
-        return self._points.allowed[place]
 
     def _find_first_uses(self, parameters: Mapping[torch.nn.Parameter, Node]) -> dict[torch.Tensor, int]:
         positions = {node: position for position, node in enumerate(self._points.nodes)}

@@ -58,10 +58,6 @@ def _fraction(emitter: Emitter, bits: int, shift: int, places: int, dtype: torch
     return emitter.apply("mul", (emitter.cast(bits, dtype), scale), dtype)
 
 
-def _low_word(emitter: Emitter, bits: int) -> int:
-    return emitter.cast(bits, torch.int32)
-
-
 def _high_word(emitter: Emitter, bits: int) -> int:
     shifted = emitter.apply("shift_right", (bits, emitter.constant(32, torch.int64)), torch.int64)
     return emitter.cast(shifted, torch.int32)
@@ -96,7 +92,7 @@ def _normal(args: Sequence[Any], _: Mapping[str, Any], result: torch.Tensor, ori
                 2.0**-54,
             )
         bits = _bits(emitter, seeds, slot, _position(emitter, index, result.shape))
-        first = _fraction(emitter, _low_word(emitter, bits), 1, 31, dtype)
+        first = _fraction(emitter, emitter.cast(bits, torch.int32), 1, 31, dtype)
         return first, _fraction(emitter, _high_word(emitter, bits), 8, 24, dtype), 2.0**-32
 
     def emit(emitter: Emitter, index: Index) -> int:
