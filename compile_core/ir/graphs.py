@@ -58,7 +58,7 @@ class ResultAlias:
         position: among the primals, or among the outputs.
         view: sizes, strides and offset relative to that tensor's own offset, or ``None`` for the tensor itself.
         detached: how the program cut it off from autograd, if it did.
-        has_history: whether it was made with gradients, so that they flow back from it into that tensor.
+        with_gradients: whether it is a view that was made where gradients were on, or has a history.
         fake: the result of the trace, a view whose operations are done again where several elements of that tensor lie
             in one place: sizes and strides do not tell then which of them are whose.
     """
@@ -67,7 +67,7 @@ class ResultAlias:
     position: int
     view: tuple[tuple[int | OpenSize, ...], tuple[int | OpenSize, ...], int | OpenSize] | None
     detached: Detachment | None
-    has_history: bool
+    with_gradients: bool
     fake: torch.Tensor | None = field(default=None, repr=False, compare=False)
 
 

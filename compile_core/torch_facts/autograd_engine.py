@@ -39,6 +39,10 @@ set_saved_tensors_hooks_tracing = private(
 top_saved_tensors_hooks = private(
     "torch._C:_autograd._top_saved_tensors_default_hooks", "whether hooks of saved tensors are set"
 )
+_origin_of_view = private(
+    "torch._C:_autograd._get_creation_meta",
+    "views that a program makes with gradients where it is called without",
+)
 storage_use_count = private("torch._C:_storage_Use_Count", "whether anyone else still holds memory of ours")
 foreach_copy = private("torch:_foreach_copy_", "copying many tensors in one call")
 
@@ -48,6 +52,11 @@ SingleLevelFunction = private(
 register_hook_dict = private(
     "torch.autograd.function:BackwardCFunction._register_hook_dict", "hooks of a compiled program's results"
 )
+
+
+def is_made_with_gradients(view: torch.Tensor) -> bool:
+    """Whether a view was made where gradients were on: others may not be changed in place where they are."""
+    return _origin_of_view(view).name not in ("NO_GRAD_MODE", "INFERENCE_MODE")
 
 
 def number_of_node(node: Any) -> int:

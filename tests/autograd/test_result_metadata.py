@@ -93,6 +93,20 @@ def views_with_gradients_inside_of_no_grad(compile):
     return found
 
 
+def views_after_a_break_inside_of_no_grad(compile):
+    """The rest of the frame switches gradients on again, so that its view may be changed."""
+
+    @compile
+    def program(x):
+        with torch.no_grad():
+            torch._C._get_tracing_state()  # a call without rule
+        return x.t()
+
+    turned, factor = program(torch.ones(2, 2)), leaf(2, 2)
+    turned.mul_(factor).sum().backward()
+    return factor.grad, seen_of(turned)
+
+
 def origins(compile):
     f, x, w = compile(lambda x, w: x * w), leaf(2, 2), leaf(2, 2)
     y = f(x, w)  # torch 2.11 keeps the node of a Function with its results only
@@ -210,6 +224,7 @@ SCENARIOS = {
         under_inference_mode,
         from_views_without_gradients,
         views_with_gradients_inside_of_no_grad,
+        views_after_a_break_inside_of_no_grad,
         origins,
         kept_gradients,
         same_result_twice,
@@ -248,3 +263,17 @@ def test_inference_takes_no_autograd(backend, mode, monkeypatch):
     assert compiled(x, w)[0].grad_fn is None
     with mode():
         assert not compiled(trained, w)[0].requires_grad
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_a_view_made_without_gradients_gathers_its_own(backend):
+    def program(x):
+        with torch.no_grad():
+            torch._C._get_tracing_state()  # a call without rule
+            row = x[:1]
+        row.requires_grad_()
+        return row
+
+    row = gradsplit.compile(program, backend=backend)(torch.ones(2, 2))
+    (row.sum() * 3).backward()
+    assert row.is_leaf and row.grad.tolist() == [[3.0, 3.0]]

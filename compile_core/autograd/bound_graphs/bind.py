@@ -119,7 +119,7 @@ def bind_autograd(
     differentiable = None
     results = graph.signature.results
     has_gradients = backward is not None or any(
-        isinstance(result, ResultAlias) and result.view is not None and result.has_history
+        isinstance(result, ResultAlias) and result.view is not None and result.with_gradients
         for result in results
     )
     if backward is not None:

@@ -24,7 +24,11 @@ from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.graphs import Detachment, ResultAlias
 from gradsplit.compile_core.ir.higher_order import HOOKED
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
-from gradsplit.compile_core.torch_facts.autograd_engine import is_view_as_leaf, tell_of_changes
+from gradsplit.compile_core.torch_facts.autograd_engine import (
+    is_made_with_gradients,
+    is_view_as_leaf,
+    tell_of_changes,
+)
 from gradsplit.compile_core.torch_facts.fake_tensors import run_on_fakes
 
 
@@ -150,14 +154,14 @@ def _check_leaves(
 ) -> None:
     """Refuses a program that returns leaves of its own making: gradients accumulate in them.
 
-    A view that was made without gradients is such a leaf, too; but where the caller has none at all, it is one again
-    when it is made after the graph ran.
+    A view that was made without gradients, of what requires them, is such a leaf, too; but where the caller has none at
+    all, it is one again when it is made after the graph ran.
     """
     new = [output for output in outputs if not any(output is tensor for tensor in inputs)]
     leaves = [output for output in new if output.requires_grad and output.is_leaf]
     is_differentiable = bool(rebound) or any(output.grad_fn is not None for output in new)
-    if not torch.is_grad_enabled() and not is_differentiable and all(leaf._is_view() for leaf in leaves):
-        leaves = []
+    if not torch.is_grad_enabled() and not is_differentiable:
+        leaves = [leaf for leaf in leaves if not _root(leaf).requires_grad]
     turned = any(
         tensor.grad_fn is None and tensor.requires_grad != before
         for tensor, before in zip(inputs, required, strict=True)
@@ -237,10 +241,10 @@ def _alias(
     detached = None
     if not output.requires_grad and (source.requires_grad or _root(output) is not _root(source)):
         detached = detachments.setdefault(id(_root(output)), Detachment(len(detachments), True))
-    has_history = output.grad_fn is not None
+    with_gradients = is_made_with_gradients(output) if output._is_view() else output.grad_fn is not None
     is_detached_itself = detached is not None and output._base is None and _layout(output) == _layout(source)
     if output is source or is_detached_itself:
-        return ResultAlias(kind == "input", position, None, detached, has_history)
+        return ResultAlias(kind == "input", position, None, detached, with_gradients)
     offset: Any = output.storage_offset() - source.storage_offset()
     view = (tuple(output.shape), tuple(output.stride()), offset)
     is_ambiguous = output.requires_grad and (
@@ -249,7 +253,7 @@ def _alias(
     if is_ambiguous and (output._has_symbolic_sizes_strides or source._has_symbolic_sizes_strides):
         raise Unsupported("view-of-expanded", "a result is a view of an expanded input of open sizes")
     fake = output if is_ambiguous else None
-    return ResultAlias(kind == "input", position, view, detached, has_history, fake)
+    return ResultAlias(kind == "input", position, view, detached, with_gradients, fake)
 
 
 def _with_counts(
