@@ -285,7 +285,8 @@ while True:
 FAILS_TWICE = """
 import os, sys
 attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-print(attempt, os.environ["MASTER_PORT"], os.environ["TORCHELASTIC_RUN_ID"])
+# In one write: the other rank may be ended in the middle of a line.
+sys.stdout.write(f"{attempt} {os.environ['MASTER_PORT']} {os.environ['TORCHELASTIC_RUN_ID']}\\n")
 if os.environ["RANK"] == "1" and int(attempt) < 2:
     sys.exit(3)
 """
