@@ -8,7 +8,6 @@ could have been fused, or saved more cheaply, across a cut.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,21 +36,17 @@ def cut_at_results(module: GraphModule, examples: Sequence[Any]) -> list[Piece]:
     # An input is a result where it is changed in place.
     parents = [node for node in placeholders if node in points.changed_at]
     parents += [node for node in points.nodes if node in results]
+    position_of = {node: position for position, node in enumerate(points.nodes)}
     ends = {
-        points.nodes[points.changed_at[node]] if node in points.changed_at else node
+        points.changed_at.get(node, position_of.get(node, -1))
         for node in parents
         if _has_heirs(node, results)
     }
     if not ends:
         return [Piece(module, _names(placeholders), _names(output.args[0]))]
-    place_of: dict[Node, int] = {}
-    place = 0
     for node in points.nodes:
         _check_passable(node)
-        # Items stay with the operation that has several results.
-        whole: Any = node.args[0] if node.target is operator.getitem else None
-        place_of[node] = place_of.get(whole, place) if _is_sequence(whole) else place
-        place += node in ends
+    place_of = points.places(end + 1 for end in ends)
     # Pieces know the shape that a tensor has in the end.
     for node, position in points.reshaped_at.items():
         if place_of.get(node, 0) != place_of[points.nodes[position]]:
@@ -65,13 +60,9 @@ def _names(nodes: Sequence[Node]) -> tuple[str, ...]:
     return tuple(node.name for node in nodes)
 
 
-def _is_sequence(node: Node | None) -> bool:
-    return node is not None and isinstance(node.meta["example_value"], (tuple, list))
-
-
 def _check_passable(node: Node) -> None:
     value = node.meta["example_value"]
-    if not isinstance(value, torch.Tensor) and not _is_sequence(node):
+    if not isinstance(value, (torch.Tensor, tuple, list)):
         raise Unsupported("linked-results", f"{node} is no tensor, in a program with results of results")
     if isinstance(value, torch.Tensor) and value._has_symbolic_sizes_strides:
         raise Unsupported("linked-results", f"{node} has open sizes, in a program with results of results")

@@ -274,7 +274,7 @@ class CaptureState:
         self.array_of_tensor: dict[int, Any] = {}
         # Classes that the frame made (``object_model/made_classes.py``).
         self.made_classes: list[type] = []
-        # Copies that stand for views (``graph/view_copies.py``).
+        # Copies that stand for views (``values/view_copies.py``).
         self.view_copies: list[Any] = []
         # What turns modes and switches of torch in the graph; the settings before the capture turned any.
         self.turned: set[Any] = set()
