@@ -1,6 +1,6 @@
 """What batches of ever new lengths cost: ours beside TorchInductor's with open sizes, each in a fresh process.
 
-    python -m tests.bench.many_sizes [--model llama|bert] [--device cpu|cuda] [--lengths 8] [--layers 2] [--autocast]
+    python -m tests.bench.many_sizes [--model llama|bert] [--device cpu|cuda] [--lengths 8] [--layers 2] [--autocast] [--ranks 2]
 
 Every length is trained on (forward and backward) once, in the order in which they come: the *first* step of each, and
 how long Python looked for garbage within it. Then
@@ -8,6 +8,9 @@ comes pass after pass until nothing is compiled any more, and one in which each 
 median is its *step*. *Wait* is how much longer than that the longest step of a length was until then. The side ``each``
 is ours without open sizes, with kernels made for each length as it comes. All sides start with empty caches. The first
 two lengths teach a compiler that the size is open, so figures are also given for the lengths after the third.
+
+With ``--ranks`` the model is in DDP on so many ranks, which begin each step together, and figures are the slowest
+rank's.
 """
 
 from __future__ import annotations
@@ -22,16 +25,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import gradsplit
+from tests.bench.ddp_steps import Ranks, start_process_group
 from tests.bench.rows import synchronise
 
 ROOT = Path(__file__).parents[2]
@@ -55,17 +61,21 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--autocast", action="store_true", help="to bfloat16")
     parser.add_argument("--sides", default=",".join(SIDES))
+    parser.add_argument("--ranks", type=int, default=1, help="in DDP, where more than one")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        print(json.dumps(measure(arguments.child, arguments)))
+        rows = measure(arguments.child, arguments)
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(json.dumps(rows))
         return
     for side in arguments.sides.split(","):
-        print_side(side, run_child(side))
+        print_side(side, run_child(side, arguments.ranks))
 
 
-def run_child(side: str) -> list[dict[str, Any]]:
-    """One side in a process of its own, with empty caches."""
+def run_child(side: str, ranks: int) -> list[dict[str, Any]]:
+    """One side in processes of its own, with empty caches."""
+    launcher = ["-m", "gradsplit.launch", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     with tempfile.TemporaryDirectory() as cache:
         environment = {
             **os.environ,
@@ -73,7 +83,7 @@ def run_child(side: str) -> list[dict[str, Any]]:
             "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor",
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         }
-        command = [sys.executable, "-m", "tests.bench.many_sizes", *sys.argv[1:], "--child", side]
+        command = [sys.executable, *launcher, "-m", "tests.bench.many_sizes", *sys.argv[1:], "--child", side]
         output = subprocess.run(
             command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
         )
@@ -83,8 +93,12 @@ def run_child(side: str) -> list[dict[str, Any]]:
 def measure(side: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Of each length, in the order they come: ``length``, ``first_s``, ``later_s`` (several), ``step_s``."""
     torch.manual_seed(0)
-    device = torch.device(arguments.device)
+    ranks, device = None, torch.device(arguments.device)
+    if arguments.ranks > 1:
+        device, ranks = start_process_group(), Ranks()
     model = language_model(arguments).to(device)
+    if ranks is not None:
+        model = DistributedDataParallel(model, [device] if device.type == "cuda" else None)
     lengths = random.Random(0).sample(range(64, 513), arguments.lengths)
     gradsplit.config.cache_size_limit = torch._dynamo.config.recompile_limit = arguments.lengths + 8
     compiled: Callable[..., Any] = {
@@ -101,6 +115,8 @@ def measure(side: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     def step(length: int) -> float:
         tokens = torch.randint(arguments.vocabulary, (arguments.batch, length), device=device)
         synchronise(device)
+        if ranks is not None:
+            ranks.barrier()
         start_s = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16, enabled=arguments.autocast):
             loss: Tensor = compiled(input_ids=tokens, labels=tokens).loss
@@ -124,7 +140,16 @@ def measure(side: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     print(f"{side}: settled after {time.perf_counter() - start_s:.0f} s", file=sys.stderr, flush=True)
     for row in rows:
         row["step_s"] = statistics.median(step(row["length"]) for _ in range(_STEPS))
+    if ranks is not None:
+        rows = [_slowest(every) for every in zip(*ranks.gather(rows), strict=True)]
+        dist.destroy_process_group()
     return rows
+
+
+def _slowest(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A length as the slowest of the ranks saw it."""
+    slowest = {name: max(row[name] for row in rows) for name in ("length", "first_s", "garbage_s", "step_s")}
+    return {**slowest, "later_s": [max(times) for times in zip(*(row["later_s"] for row in rows), strict=True)]}
 
 
 def language_model(arguments: argparse.Namespace) -> nn.Module:
