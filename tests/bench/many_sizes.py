@@ -1,6 +1,6 @@
 """What batches of ever new lengths cost: ours beside TorchInductor's with open sizes, each in a fresh process.
 
-    python -m tests.bench.many_sizes [--model llama|bert] [--device cpu|cuda] [--lengths 8] [--layers 2] [--autocast] [--ranks 2]
+    python -m tests.bench.many_sizes [--model llama|bert] [--device cpu|cuda] [--lengths 8] [--layers 2] [--ranks 2]
 
 Every length is trained on (forward and backward) once, in the order in which they come: the *first* step of each, and
 how long Python looked for garbage within it. Then
@@ -149,7 +149,10 @@ def measure(side: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
 def _slowest(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """A length as the slowest of the ranks saw it."""
     slowest = {name: max(row[name] for row in rows) for name in ("length", "first_s", "garbage_s", "step_s")}
-    return {**slowest, "later_s": [max(times) for times in zip(*(row["later_s"] for row in rows), strict=True)]}
+    return {
+        **slowest,
+        "later_s": [max(times) for times in zip(*(row["later_s"] for row in rows), strict=True)],
+    }
 
 
 def language_model(arguments: argparse.Namespace) -> nn.Module:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
@@ -120,13 +121,20 @@ def nearest_layers(name: str, parameters: list[list[str]], layers: int) -> list[
 
 
 def torch_stage(
-    name: str, make: Callable[[], nn.Module], sizes: Sizes, cuts: list[int], tokens: Tensor, rank: int
+    name: str,
+    make: Callable[[], nn.Module],
+    sizes: Sizes,
+    cuts: list[int],
+    tokens: Tensor,
+    rank: int,
+    group: dist.ProcessGroup,
 ) -> tuple[Any, str]:
     """Torch's own stage of a rank, cut before these layers, and how it was made.
 
     Args:
         make: a new model at each call, which are all alike.
         tokens: of one microbatch.
+        rank: within the group, the pipeline's.
     """
     points = {f"{_LAYERS[name]}.{cut}": SplitPoint.BEGINNING for cut in cuts}
     try:
@@ -136,7 +144,7 @@ def torch_stage(
             # What was captured of a Llama only fails when it runs.
             with torch.no_grad():
                 pipe(tokens)
-            return pipe.build_stage(rank, tokens.device), "pipeline()"
+            return pipe.build_stage(rank, tokens.device, group), "pipeline()"
     except Exception as error:
         model = make()
         if not isinstance(model, Llama):
@@ -152,6 +160,6 @@ def torch_stage(
     # As many gradients are sent as these need.
     output = part(example).detach().requires_grad_()
     stage = PipelineStage(
-        part, rank, len(bounds) - 1, tokens.device, input_args=(example,), output_args=(output,)
+        part, rank, len(bounds) - 1, tokens.device, input_args=(example,), output_args=(output,), group=group
     )
     return stage, f"by hand, since pipeline() failed: {problem}"

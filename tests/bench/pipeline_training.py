@@ -9,6 +9,9 @@ in the steps themselves, so predictions are about the schedule, not about the ke
 of action, and one ("varied") with times drawn from what was measured, since who waits waits for the slower one. Ranks
 need a core, or a GPU, each. On a CPU each rank computes on one thread; on a GPU weights are bfloat16.
 
+With ``--replicas`` so many pipelines train on data of their own and average their gradients: ours by ``load_stage``'s
+``replicas``, torch's stages in DDP, which averages with the last microbatch's backward.
+
 With ``--asleep`` the model is tiny, and each computation of ours sleeps until it has lasted so long, a whole backward
 twice as long. So schedules are compared with their predictions where cores lack.
 """
@@ -33,6 +36,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.nn.parallel import DistributedDataParallel
 
 import gradsplit
 from gradsplit.bucketing import (
@@ -159,6 +163,44 @@ class Side:
 
 
 @dataclass(frozen=True)
+class Groups:
+    """A rank's groups.
+
+    Attributes:
+        all: every rank, by gloo, for what is not measured; ``quiet``: likewise, those of its pipeline.
+        pipeline: the stages of its pipeline.
+        replicas: those that have its stages, one in each pipeline; without, there is one pipeline.
+    """
+
+    all: dist.ProcessGroup
+    quiet: dist.ProcessGroup
+    pipeline: dist.ProcessGroup
+    replicas: dist.ProcessGroup | None
+
+    @staticmethod
+    def make(replicas: int) -> Groups:
+        """Pipelines of neighbouring ranks."""
+        count = dist.get_world_size() // replicas
+        rows = [[*range(first, first + count)] for first in range(0, replicas * count, count)]
+
+        def mine(groups: Sequence[Sequence[int]], backend: str | None = None) -> Any:
+            made = [dist.new_group(ranks, backend=backend) for ranks in groups]
+            return next(group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks)
+
+        columns = [*zip(*rows, strict=True)]
+        return Groups(
+            mine([range(dist.get_world_size())], "gloo"),
+            mine(rows, "gloo"),
+            mine(rows),
+            mine(columns) if replicas > 1 else None,
+        )
+
+    @property
+    def pipeline_number(self) -> int:
+        return dist.get_rank() // dist.get_world_size(self.quiet)
+
+
+@dataclass(frozen=True)
 class Bubble:
     """Of a side: predicted from its own costs, if each kind of action always took as long, and as it varied, and
     measured, the median of some steps."""
@@ -169,22 +211,16 @@ class Bubble:
 
 
 class Bench:
-    """A model's sides on this rank.
+    """A model's sides on this rank, of this rank's pipeline."""
 
-    Args:
-        group: of gloo, for what is not measured.
-    """
-
-    def __init__(
-        self, model: str, device: torch.device, options: argparse.Namespace, group: dist.ProcessGroup | None
-    ) -> None:
-        self.model, self.device, self.options, self.group = model, device, options, group
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+    def __init__(self, model: str, device: torch.device, options: argparse.Namespace, groups: Groups) -> None:
+        self.model, self.device, self.options, self.groups = model, device, options, groups
+        self.rank, self.ranks = dist.get_rank(groups.quiet), dist.get_world_size(groups.quiet)
         sizes = SIZES[model, device.type]
-        self.sizes = replace(sizes, layers=options.layers or sizes.layers)
+        self.sizes = replace(sizes, layers=options.layers or sizes.layers, width=options.width or sizes.width)
         if options.asleep:
             self.sizes = replace(self.sizes, width=64, length=32)
-        torch.manual_seed(1)
+        torch.manual_seed(1 + groups.pipeline_number)
         shape = options.microbatches * self.sizes.batch, self.sizes.length
         self.tokens = torch.randint(self.sizes.vocabulary, shape).to(device)
         self.one = self.tokens[: self.sizes.batch]
@@ -192,7 +228,7 @@ class Bench:
         self.cuts: list[int] = []
 
     def say(self, text: str) -> None:
-        if self.rank == 0:
+        if dist.get_rank() == 0:
             print(text, flush=True)
 
     def make(self) -> Any:
@@ -208,19 +244,27 @@ class Bench:
             place = folder / f"{self.model}_{per_rank}"
             stages = self.ranks * per_rank
             start = time.perf_counter()
-            if self.rank == 0 and not place.exists():
+            if dist.get_rank() == 0 and not place.exists():
                 export_pipeline(self.make(), (self.one,), stages, folder=place, strict=False)
-            dist.barrier(self.group)
+            dist.barrier(self.groups.all)
             exported = time.perf_counter()
             last = stages - 1 - self.rank
             mine = [self.rank, last] if schedule in IN_A_V else range(self.rank, stages, self.ranks)
             loaded = [
-                load_stage(place, k, self.device, backend=self.options.backend, mode=self.options.mode)
+                load_stage(
+                    place,
+                    k,
+                    self.device,
+                    backend=self.options.backend,
+                    mode=self.options.mode,
+                    group=self.groups.pipeline,
+                    replicas=self.groups.replicas,
+                )
                 for k in mine
             ]
             if per_rank == 1:
                 names: list[Any] = [None] * self.ranks
-                dist.all_gather_object(names, [*loaded[0].state_dict()], self.group)
+                dist.all_gather_object(names, [*loaded[0].state_dict()], self.groups.quiet)
                 self.cuts = nearest_layers(self.model, names, self.sizes.layers)
             self._add("ours", schedule, loaded, gradsplit.compile(loss_of))
             self.say(
@@ -233,10 +277,19 @@ class Bench:
                 continue
             start = time.perf_counter()
             cuts = self.cuts or [self.sizes.layers * (k + 1) // self.ranks for k in range(self.ranks - 1)]
-            stage, how = torch_stage(self.model, self.make, self.sizes, cuts, self.one, self.rank)
+            stage, how = torch_stage(
+                self.model, self.make, self.sizes, cuts, self.one, self.rank, self.groups.pipeline
+            )
             loss_fn: Callable[..., Tensor] = loss_of
             if name == "torch.compile":
                 stage.submod, loss_fn = torch.compile(stage.submod), torch.compile(loss_of)
+            if self.groups.replicas is not None:
+                ids = [self.device.index] if self.device.type == "cuda" else None
+                inner = stage.submod
+                stage.submod = DistributedDataParallel(inner, ids, process_group=self.groups.replicas)
+                if hasattr(inner, "graph"):
+                    # Stages of pipeline() read it off their module.
+                    stage.submod.graph = inner.graph
             self._add(name, "1F1B", [stage], loss_fn)
             self.say(f"torch's {how}, {name}: first step after {time.perf_counter() - start:.1f} s")
 
@@ -247,17 +300,17 @@ class Bench:
         for _ in range(2):
             side.step()
         synchronise(self.device)
-        dist.barrier(self.group)
+        dist.barrier(self.groups.all)
         self.sides[f"{name} {schedule}"] = side
 
     def rows(self) -> dict[str, list[Row]]:
         def agree(mine: bool) -> bool:
             answer = torch.tensor([mine], dtype=torch.int32)
-            dist.all_reduce(answer, dist.ReduceOp.MIN, group=self.group)
+            dist.all_reduce(answer, dist.ReduceOp.MIN, group=self.groups.all)
             return bool(answer)
 
         def run(side: Side) -> Row:
-            dist.barrier(self.group)
+            dist.barrier(self.groups.all)
             return run_row(side.step, self.device, self.options.steps)
 
         runs = {key: lambda side=side: run(side) for key, side in self.sides.items()}
@@ -268,12 +321,12 @@ class Bench:
         steps = []
         for _ in range(_WATCHED_STEPS):
             synchronise(self.device)
-            dist.barrier(self.group)
+            dist.barrier(self.groups.all)
             side.watched.start()
             side.step()
             steps.append(side.watched.spans())
         every: list[Any] = [None] * self.ranks
-        dist.all_gather_object(every, steps, self.group)
+        dist.all_gather_object(every, steps, self.groups.quiet)
         measured = [
             PipelineTimeline(tuple(tuple(rank[k]) for rank in every), (0,) * self.ranks)
             for k in range(_WATCHED_STEPS)
@@ -344,10 +397,10 @@ def predictions(
 
 
 def run_model(
-    name: str, device: torch.device, options: argparse.Namespace, group: Any, folder: Path
+    name: str, device: torch.device, options: argparse.Namespace, groups: Groups, folder: Path
 ) -> list[str]:
     """The lines of its table."""
-    bench = Bench(name, device, options, group)
+    bench = Bench(name, device, options, groups)
     bench.set_up(folder)
     rows = bench.rows()
     lines = []
@@ -355,7 +408,7 @@ def run_model(
         bubble = bench.bubble(side)
         found = sorted(row.step_ms for row in rows[key])
         losses: list[Any] = [None] * bench.ranks
-        dist.all_gather_object(losses, [loss.item() for loss in side.losses], group)
+        dist.all_gather_object(losses, [loss.item() for loss in side.losses], groups.quiet)
         loss = statistics.mean(loss for some in losses for loss in some)
         varied, measured = bubble.varied, bubble.measured
         lines.append(
@@ -363,7 +416,7 @@ def run_model(
             f"{1e3 * varied.duration_s:9.2f} {1e3 * measured.duration_s:8.2f} "
             f"{100 * bubble.even.bubble:8.1f} {100 * varied.bubble:8.1f} {100 * measured.bubble:8.1f} {loss:8.4f}"
         )
-        if bench.rank == 0 and options.out:
+        if dist.get_rank() == 0 and options.out:
             Path(options.out).mkdir(exist_ok=True, parents=True)
             path = Path(options.out) / f"pipeline_{name}_{side.name}_{side.schedule}.png"
             plot_pipeline(measured, path)
@@ -385,7 +438,9 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="*", default=[schedule for schedule, _ in OURS])
     parser.add_argument("--peers", nargs="*", default=["eager", "torch.compile"])
     parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--replicas", type=int, default=1, help="pipelines")
     parser.add_argument("--layers", type=int, help="instead of the model's own")
+    parser.add_argument("--width", type=int, help="likewise")
     parser.add_argument("--rows", type=int, default=6)
     parser.add_argument("--steps", type=int, help="in a row; 10 on a GPU and 3 on a CPU by default")
     parser.add_argument("--backend", help="of our stages; generated kernels by default")
@@ -401,15 +456,15 @@ def main() -> None:
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")
     dist.init_process_group("cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo")
-    group = dist.new_group(backend="gloo") if options.device == "cuda" else None
+    groups = Groups.make(options.replicas)
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(folder, group=group)
+    dist.broadcast_object_list(folder, group=groups.all)
     lines = []
     for name in options.models:
-        lines += run_model(name, device, options, group, Path(folder[0]))
+        lines += run_model(name, device, options, groups, Path(folder[0]))
         if dist.get_rank() == 0:
             print("\n".join([HEADER, *lines]), flush=True)
-    dist.barrier(group)
+    dist.barrier(groups.all)
     dist.destroy_process_group()
 
 
