@@ -35,7 +35,7 @@ from gradsplit.compile_core.autograd.tracing import random_decompositions
 from gradsplit.compile_core.backends.registry import Backend, GraphBackend, RegionBackend
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.captured import CapturedGraph
-from gradsplit.compile_core.ir.communicator import Communicator
+from gradsplit.compile_core.ir.communicator import Communicator, Program
 from gradsplit.compile_core.ir.graphs import PartitionedGraph
 from gradsplit.compile_core.ir.numbers import has_open_sizes
 from gradsplit.compile_core.ir.print_graph import print_graph, print_schedule
@@ -53,6 +53,7 @@ from gradsplit.compile_core.passes import CAPTURED_PASSES, JOINT_PASSES, GraphCh
 from gradsplit.compile_core.run_record import record
 from gradsplit.compile_core.runtime.cuda_graphs import with_cuda_graphs
 from gradsplit.compile_core.runtime.executable import Executable, link
+from gradsplit.compile_core.runtime.graphed_program import MOST_AT_ONCE
 from gradsplit.compile_core.torch_facts.fake_tensors import fakes_like
 from gradsplit.compile_core.torch_facts.symbolic_numbers import value_at_compilation
 
@@ -60,13 +61,23 @@ logger = logging.getLogger(__name__)
 
 
 class SchedulePlanner(Protocol):
-    """What data parallelism supplies: when the pieces of a backward run, and who reduces their gradients."""
+    """What data parallelism supplies: when the pieces of a backward run, and who reduces their gradients.
+
+    Attributes:
+        in_flight: how many forwards may have run whose backward is still to come.
+    """
+
+    in_flight: int
 
     def plan_backward(
         self, graph: PartitionedGraph, inputs: Sequence[torch.Tensor]
     ) -> tuple[Schedule, Communicator | None]:
         """The backward of ``graph``, traced for the real ``inputs``, in segments, and whose destinations it stores
         gradients in. Gradients that it returns are autograd's to deliver."""
+        ...
+
+    def backward_program(self, graph: PartitionedGraph, forward: Program, backward: Program) -> Program:
+        """What autograd's engine runs: the compiled backward of ``graph``, or something in its place."""
         ...
 
     def compiling(self, what: str, /) -> AbstractContextManager[Any]:
@@ -246,7 +257,15 @@ def compile_stages(
         run_forward, run_backward = updating(forward, graph, updated), backward
         if options.cuda_graphs:
             changed = tuple(updated.values())
-            run_forward, run_backward = with_cuda_graphs(graph, run_forward, backward, changed)
+            run_forward, run_backward = with_cuda_graphs(
+                graph,
+                run_forward,
+                backward,
+                changed,
+                at_once=MOST_AT_ONCE if planner is None else planner.in_flight,
+            )
+        if planner is not None and run_backward is not None:
+            run_backward = planner.backward_program(graph, run_forward, run_backward)
         bound = bind_autograd(graph, run_forward, run_backward, again, updated, stored)
         return CompiledGraph(bound, forward, backward, graph)
 

@@ -23,7 +23,7 @@ from gradsplit.compile_core.ir.graphs import PartitionedGraph
 from gradsplit.compile_core.ir.kept_calls import KeptCall
 from gradsplit.compile_core.ir.regions import graph_inputs, graph_results
 from gradsplit.compile_core.runtime.executable import Executable
-from gradsplit.compile_core.runtime.graphed_program import GraphedProgram, Recorder
+from gradsplit.compile_core.runtime.graphed_program import MOST_AT_ONCE, GraphedProgram, Recorder, Source
 from gradsplit.compile_core.runtime.recorded_segments import GraphedBackward, SegmentRecorder, StoringProgram
 
 logger = logging.getLogger(__name__)
@@ -96,9 +96,17 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def with_cuda_graphs(
-    graph: PartitionedGraph, forward: Program, backward: Executable | None, changed: Sequence[int] = ()
+    graph: PartitionedGraph,
+    forward: Program,
+    backward: Executable | None,
+    changed: Sequence[int] = (),
+    at_once: int = MOST_AT_ONCE,
 ) -> tuple[Program, Program | None]:
-    """The programs of ``graph``, replayed as CUDA graphs where that is possible; ``forward`` changes some inputs."""
+    """The programs of ``graph``, replayed as CUDA graphs where that is possible; ``forward`` changes some inputs.
+
+    Args:
+        at_once: how many runs may be recorded whose results are in use.
+    """
     if not torch.cuda.is_available():
         _report_no_cuda()
         return forward, backward
@@ -112,8 +120,8 @@ def with_cuda_graphs(
         reason = reason_against(graph.backward)
         if reason:
             logger.warning("the backward is not captured as a CUDA graph: %s", reason)
-            return graph_programs(graph, forward, None, changed, recorder)[0], backward
-    return graph_programs(graph, forward, backward, changed, recorder)
+            return graph_programs(graph, forward, None, changed, recorder, at_once)[0], backward
+    return graph_programs(graph, forward, backward, changed, recorder, at_once)
 
 
 def graph_programs(
@@ -122,6 +130,7 @@ def graph_programs(
     backward: Executable | None,
     changed: Sequence[int],
     recorder: Recorder,
+    at_once: int = MOST_AT_ONCE,
 ) -> tuple[GraphedProgram, GraphedProgram | GraphedBackward | None]:
     """Forward and backward of ``graph`` as programs that ``recorder`` records."""
     results = graph_results(graph.forward)
@@ -140,11 +149,10 @@ def graph_programs(
         changed=changed,
         uncounted={change.input for change in graph.signature.mutated if not change.counted},
         copied_out=small,
+        at_once=at_once,
     )
     if backward is None or graph.backward is None:
         return graphed, None
-    primals = {node.name for node in graph_inputs(graph.forward)}
-    computed = [position for position, name in enumerate(graph.saved) if name not in primals]
     num_inputs, num_stored = len(backward.schedule.inputs), len(backward.schedule.destinations)
     storing = StoringProgram(backward) if num_stored else None
     graphed_backward = GraphedProgram(
@@ -154,10 +162,17 @@ def graph_programs(
         len(graph_results(graph.backward)),
         changed=range(num_inputs, num_inputs + num_stored),
         copied_in=range(len(graph.saved), num_inputs),
-        forward=graphed,
-        kept={position: graph.num_outputs + k for k, position in enumerate(computed)},
+        sources=[saved_source(graph, graphed)],
+        at_once=at_once,
     )
     return graphed, GraphedBackward(storing, graphed_backward) if storing else graphed_backward
+
+
+def saved_source(graph: PartitionedGraph, forward: GraphedProgram) -> Source:
+    """What a program that takes the inputs of the backward of ``graph`` reads of the forward's results."""
+    primals = {node.name for node in graph_inputs(graph.forward)}
+    computed = [position for position, name in enumerate(graph.saved) if name not in primals]
+    return Source(forward, {position: graph.num_outputs + k for k, position in enumerate(computed)})
 
 
 def reason_against(module: torch.fx.GraphModule) -> str:

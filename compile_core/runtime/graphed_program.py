@@ -12,7 +12,8 @@ one:
   is alive at the next call, it is copied out from then on, in a new recording.
 * *What a forward keeps* for its backward stays in its recording, and no tensors are made of it. In the place of the
   first of them stands a *witness*, an empty tensor by whose address the backward finds the recording; for the others
-  ``None``. While a witness is alive, as in two forwards before a backward, another recording is made.
+  ``None``. While a witness is alive, as in two forwards before a backward, another recording is made. A backward in two
+  programs is the same once more: the second one reads what the forward and the first one keep.
 
 The first call runs plainly, since libraries choose their kernels there. A call that no recording serves runs plainly
 too; the reason is logged once. Two limits: a user who changes a copied result in place gets no error, as in eager
@@ -45,8 +46,8 @@ from gradsplit.compile_core.torch_facts.torch_switches import saved_tensor_hooks
 
 logger = logging.getLogger(__name__)
 
-_MOST_AT_ONCE = 4  # recordings of one program
-_MOST_EVER = 16  # recordings made of one program, those forgotten included
+MOST_AT_ONCE = 4  # recordings of one program
+_EVER_FOR_EACH = 4  # recordings made of one program, for each that there may be at once
 _MOST_IN_PROCESS = 128
 
 
@@ -93,8 +94,8 @@ class Recording:
 
     Args:
         replay: computes the results.
-        source: of a backward, the recording of the forward in whose memory it reads. Addresses do not tell it: when
-            that one is gone, another may lie where it was.
+        sources: the recordings of other programs in whose memory it reads. Addresses do not tell them: when one is
+            gone, another may lie where it was.
         copies: the tensor into which an input is copied, by position.
         results: tensors in its memory, ``Borrowed``, or ``None``.
         num_given: how many of the first results are given out. The others are only where they share memory with those.
@@ -104,7 +105,7 @@ class Recording:
     def __init__(
         self,
         replay: Callable[[], None],
-        source: Recording | None,
+        sources: Sequence[Recording],
         copies: Mapping[int, torch.Tensor],
         results: Sequence[torch.Tensor | Borrowed | None],
         num_given: int,
@@ -112,7 +113,7 @@ class Recording:
     ) -> None:
         self.replay = replay
         # Not held, or a forward that is recorded anew would keep the memory of what it was before.
-        self._source = None if source is None else weakref.ref(source)
+        self._sources = [*map(weakref.ref, sources)]
         self.results = results
         self.stream = stream
         self._copies = copies
@@ -126,6 +127,7 @@ class Recording:
         )
         if self.hidden:
             given[min(self.hidden)] = _witness(results[min(self.hidden)])
+        self.borrows = any(isinstance(result, Borrowed) for result in results)
         # What is borrowed has no place of its own.
         self.places = tuple(
             None if isinstance(result, Borrowed) else _places([result])[0] for result in given
@@ -142,13 +144,13 @@ class Recording:
         # Holders of each storage while nobody outside holds it.
         self._idle = {storage: storage_use_count(storage) for storage in self._results_in}
 
-    def reads(self, source: Recording | None) -> bool:
-        """Whether it computes from what this recording of the forward kept."""
-        return (None if self._source is None else self._source()) is source
+    def reads(self, sources: Sequence[Recording]) -> bool:
+        """Whether it computes from what these recordings kept."""
+        return all(own() is source for own, source in zip(self._sources, sources, strict=True))
 
     def is_of_use(self) -> bool:
         """Whether what it reads is still there."""
-        return self._source is None or self._source() is not None
+        return all(source() is not None for source in self._sources)
 
     def held(self) -> list[list[int]]:
         """For each piece of memory that somebody outside holds, the positions of the results in it."""
@@ -183,6 +185,53 @@ class Recording:
 _living: weakref.WeakSet[Recording] = weakref.WeakSet()
 
 
+class Source:
+    """What a program reads of another one's results: a backward of its forward's.
+
+    Args:
+        program: the other one.
+        kept: position of the input -> position among that program's results.
+    """
+
+    def __init__(self, program: GraphedProgram, kept: Mapping[int, int]) -> None:
+        self.program = program
+        self.kept = dict(kept)
+        self._pick = picker(self.kept)
+        # Where the inputs lie that a recording of that program computes.
+        self._places: weakref.WeakKeyDictionary[Recording, tuple[int | None, ...]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def find(self, places: Sequence[int | None]) -> Recording | None:
+        """The recording that computed what comes from it, by the inputs' addresses."""
+        for recording in self.program.alive():
+            expected = self._places_in(recording)
+            if self._pick(places) == expected:
+                return recording
+        return None
+
+    def restore(self, inputs: list[Any], recording: Recording) -> None:
+        """Puts what the recording hides into the inputs."""
+        for position, k in self.kept.items():
+            if k in recording.hidden:
+                kept = recording.results[k]
+                assert isinstance(kept, torch.Tensor)
+                inputs[position] = kept.detach()
+
+    def _places_in(self, recording: Recording) -> tuple[int | None, ...]:
+        places = self._places.get(recording)
+        if places is None:
+            borrowed = [position for position, k in self.kept.items() if recording.places[k] is None]
+            if borrowed:
+                # What that program borrowed from an input of its own is an input like any other.
+                self.kept = {position: k for position, k in self.kept.items() if position not in borrowed}
+                self._pick = picker(self.kept)
+                self._places.clear()
+            places = tuple(map(recording.places.__getitem__, self.kept.values()))
+            self._places[recording] = places
+        return places
+
+
 class GraphedProgram:
     """A program that is recorded at its second call and replayed from then on.
 
@@ -197,8 +246,8 @@ class GraphedProgram:
         uncounted: of these, those whose versions do not count it; see ``Mutation``.
         copied_in: positions of inputs that come from elsewhere every time.
         copied_out: positions of results that are copied out from the start.
-        forward: of a backward, the program that computed some of its inputs.
-        kept: position of such an input -> position among the results of ``forward``.
+        sources: the programs that computed some of its inputs.
+        at_once: how many recordings there may be.
     """
 
     def __init__(
@@ -213,25 +262,20 @@ class GraphedProgram:
         uncounted: Container[int] = (),
         copied_in: Iterable[int] = (),
         copied_out: Iterable[int] = (),
-        forward: GraphedProgram | None = None,
-        kept: Mapping[int, int] | None = None,
+        sources: Iterable[Source] = (),
+        at_once: int = MOST_AT_ONCE,
     ) -> None:
         self._name = name
         self._program = program
-        self._recorder = recorder
+        self.recorder = recorder
+        self.at_once = at_once
         self._num_visible = num_visible
         self._hides = hides
         self._changed = tuple(changed)
         self._counted = tuple(position for position in changed if position not in uncounted)
         self._copied_in = set(copied_in)
         self._copied_out = set(copied_out)
-        self._forward = forward
-        self._kept = dict(kept or {})
-        self._pick_kept = picker(self._kept)
-        # What the places in a recording of the forward are.
-        self._places_of: weakref.WeakKeyDictionary[Recording, tuple[int | None, ...]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._sources = [source for source in sources if source.kept]
         self._seen: list[int | None] | None = None
         # Inputs that are taken to stay where they are; None where that has to be found out.
         self._watched: list[int] | None = None
@@ -248,42 +292,43 @@ class GraphedProgram:
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         with self._lock:
             places = _places(inputs)
-            source = self._find_source(places)
-            recording = None if self._given_up else self._choose(inputs, places, source)
+            found = self._find_sources(places)
+            recording = None if self._given_up else self._choose(inputs, places, found)
             if recording is not None:
-                recording.stream = self._recorder.follow(recording.stream)
+                recording.stream = self.recorder.follow(recording.stream)
                 recording.read(inputs)
                 recording.replay()
                 if self._counted:
                     tell_of_changes([inputs[position] for position in self._counted])
+                if recording.borrows:
+                    self._restore(inputs, found)
                 results = recording.give(inputs, self._copied_out)
                 inputs.clear()
                 return results
-            if source is not None:
-                self._restore(inputs, source)
+            self._restore(inputs, found)
         return self._program(inputs)
 
     def restored(self, saved: Sequence[Any]) -> list[Any]:
         """What was saved for a backward, with all that its forward kept."""
         values = [*saved]
         with self._lock:
-            source = self._find_source(_places(saved))
-            if source is not None:
-                self._restore(values, source)
+            self._restore(values, self._find_sources(_places(saved)))
         return values
 
-    def _restore(self, inputs: list[Any], source: Recording) -> None:
-        for position, k in self._kept.items():
-            if k in source.hidden:
-                kept = source.results[k]
-                assert isinstance(kept, torch.Tensor)
-                inputs[position] = kept.detach()
+    def alive(self) -> list[Recording]:
+        """The recordings whose results somebody may still read."""
+        return [*self._recordings, *self._leaving]
+
+    def _restore(self, inputs: list[Any], found: Sequence[Recording | None]) -> None:
+        for source, recording in zip(self._sources, found, strict=True):
+            if recording is not None:
+                source.restore(inputs, recording)
 
     def _choose(
-        self, inputs: Sequence[Any], places: list[int | None], source: Recording | None
+        self, inputs: Sequence[Any], places: list[int | None], found: Sequence[Recording | None]
     ) -> Recording | None:
         """A free recording that reads these inputs, made if need be; None where the program must run plainly."""
-        reason = self._recorder.reason_against()
+        reason = self.recorder.reason_against()
         if self._hides and saved_tensor_hooks_are_active():
             reason = "hooks for saved tensors ask for what it saves"
         if reason:
@@ -291,11 +336,12 @@ class GraphedProgram:
         if self._seen is None:
             self._seen = places
             return None
-        if self._forward is not None and source is None:
+        sources = [recording for recording in found if recording is not None]
+        if len(sources) < len(found):
             return None  # the forward ran plainly, and has said why
         self._forget_moved(places)
         for recording in list(self._recordings):
-            if recording.reads(source):
+            if recording.reads(sources):
                 held = recording.held()
                 if not held:
                     return recording
@@ -303,41 +349,25 @@ class GraphedProgram:
                 if all(to_copy):
                     self._copied_out.update(*to_copy)
                     self._recordings.remove(recording)
-        return self._record(inputs, source)
+        return self._record(inputs, sources)
 
-    def _find_source(self, places: Sequence[int | None]) -> Recording | None:
-        """The recording of the forward that computed what comes from it."""
-        if self._forward is None:
-            return None
-        for recording in [*self._forward._recordings, *self._forward._leaving]:
-            expected = self._places_in(recording)
-            if self._pick_kept(places) == expected:
-                return recording
-        if -1 in places:
-            raise InternalError(f"{self._name} got a witness of a recording that is gone")
-        return None
-
-    def _places_in(self, forward: Recording) -> tuple[int | None, ...]:
-        """Where the inputs lie that a recording of the forward computes."""
-        places = self._places_of.get(forward)
-        if places is None:
-            borrowed = [position for position, k in self._kept.items() if forward.places[k] is None]
-            if borrowed:
-                # What the forward borrowed from an input of its own is an input like any other.
-                self._kept = {position: k for position, k in self._kept.items() if position not in borrowed}
-                self._pick_kept = picker(self._kept)
-                self._places_of.clear()
+    def _find_sources(self, places: Sequence[int | None]) -> list[Recording | None]:
+        """For each source, the recording that computed what comes from it."""
+        found = []
+        for source in self._sources:
+            kept = len(source.kept)
+            found.append(source.find(places))
+            if len(source.kept) < kept:
                 self._watched = None
-            places = tuple(map(forward.places.__getitem__, self._kept.values()))
-            self._places_of[forward] = places
-        return places
+            if found[-1] is None and any(places[position] == -1 for position in source.kept):
+                raise InternalError(f"{self._name} got a witness of a recording that is gone")
+        return found
 
     def _forget_moved(self, places: list[int | None]) -> None:
         assert self._seen is not None
         if self._watched is None:
-            self._watched = [
-                p for p in range(len(places)) if p not in self._copied_in and p not in self._kept
-            ]
+            elsewhere = self._copied_in.union(*(source.kept for source in self._sources))
+            self._watched = [position for position in range(len(places)) if position not in elsewhere]
             self._pick_watched = picker(self._watched)
             self._watched_places = self._pick_watched(self._seen)
         if self._pick_watched(places) == self._watched_places:
@@ -354,13 +384,13 @@ class GraphedProgram:
         """Those results that would be copied instead, were they known to outlive the next call."""
         return {p for p in positions if p < self._num_visible and p not in self._copied_out}
 
-    def _record(self, inputs: Sequence[Any], source: Recording | None) -> Recording | None:
+    def _record(self, inputs: Sequence[Any], sources: Sequence[Recording]) -> Recording | None:
         self._leaving = [recording for recording in self._leaving if recording.held()]
         self._recordings = [recording for recording in self._recordings if recording.is_of_use()]
-        if len(self._recordings) >= _MOST_AT_ONCE:
-            return self._run_plainly(f"results of {_MOST_AT_ONCE} earlier runs are still in use")
-        if self._recorded >= _MOST_EVER:
-            return self._run_plainly(f"it was recorded {_MOST_EVER} times already")
+        if len(self._recordings) >= self.at_once:
+            return self._run_plainly(f"results of {self.at_once} earlier runs are still in use")
+        if self._recorded >= _EVER_FOR_EACH * self.at_once:
+            return self._run_plainly(f"it was recorded {self._recorded} times already")
         if len(_living) >= _MOST_IN_PROCESS:
             return self._run_plainly(f"there are {_MOST_IN_PROCESS} recordings already")
         try:
@@ -368,18 +398,17 @@ class GraphedProgram:
             with torch.inference_mode(False), torch.no_grad():
                 copies = {position: _empty_like(inputs[position]) for position in sorted(self._copied_in)}
                 static: list[Any] = [copies.get(position, tensor) for position, tensor in enumerate(inputs)]
-                if source is not None:
-                    self._restore(static, source)
-                replay, results = self._recorder.record(self._program, [*static])
+                self._restore(static, sources)
+                replay, results = self.recorder.record(self._program, [*static])
         except Exception as error:
             self._given_up = True
             return self._run_plainly(f"recording failed: {error}")
         owners = {_storage(tensor): position for position, tensor in enumerate(static)}
         described = [_borrowed(result, owners, static) or result for result in results]
         del results
-        follow = self._recorder.follow(None)
+        follow = self.recorder.follow(None)
         num_given = self._num_visible if self._hides else len(described)
-        recording = Recording(replay, source, copies, described, num_given, follow)
+        recording = Recording(replay, sources, copies, described, num_given, follow)
         log_artifact("cudagraphs", lambda: f"{self._name} was recorded, {self._recorded + 1} times by now")
         self._recordings.append(recording)
         self._recorded += 1

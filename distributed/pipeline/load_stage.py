@@ -51,8 +51,6 @@ def load_stage(
         ValueError: an unknown backend or option; or values go past neighbours, and the group is none of gloo.
     """
     request = CompileRequest.of(True, None, backend, mode, options)
-    if request.options.cuda_graphs:
-        raise ValueError("the stages of a pipeline run without CUDA graphs; choose another mode")
     place = torch.device(device)
     problem, checksum, layout, part = "", "", None, None
     try:

@@ -163,6 +163,7 @@ class CompiledStage(PipelineStage):
         """The forward of a microbatch: what the next stage takes, or of the last stage the model's result."""
         if self._step.begin_forwards(len(self.args_recv_info)):
             self._step.exchange_weights()
+        self._program.backward.in_flight = len(self.args_recv_info)
         inputs = self._received(fwd_chunk_id, args, kwargs or {})
         grad_mode = nullcontext() if self.has_backward else torch.no_grad()
         with self._step.random_numbers(self.stage_index, fwd_chunk_id), grad_mode:

@@ -12,11 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 from gradsplit.bucketing.bucket import BucketPlan, Parameter
 from gradsplit.bucketing.reducer_plan import reducer_plan
 from gradsplit.compile_core.artifact_logs import log_artifact
-from gradsplit.compile_core.ir.communicator import Communicator
+from gradsplit.compile_core.ir.communicator import Communicator, Program
 from gradsplit.compile_core.ir.graphs import PartitionedGraph
 from gradsplit.compile_core.ir.print_graph import print_schedule
 from gradsplit.compile_core.ir.regions import graph_results, whole_schedule
 from gradsplit.compile_core.ir.schedule import Schedule
+from gradsplit.compile_core.runtime.graphed_program import MOST_AT_ONCE
 from gradsplit.distributed.gradients.ddp_communicator import DDPCommunicator
 from gradsplit.distributed.planning.cut_backward import cut_backward
 from gradsplit.distributed.planning.plan_segments import plan_segments
@@ -59,6 +60,7 @@ class DDPPlanner:
         communicator: DDPCommunicator,
         compiling: Callable[[str], AbstractContextManager[Any]],
     ) -> None:
+        self.in_flight = MOST_AT_ONCE
         self._ddp = ddp
         self.compiling = compiling
         self.communicator = communicator
@@ -86,6 +88,11 @@ class DDPPlanner:
             "ddp_graphs", lambda: f"a backward in {len(segments)} segments:\n{print_schedule(schedule)}"
         )
         return schedule, self.communicator
+
+    def backward_program(self, graph: PartitionedGraph, forward: Program, backward: Program) -> Program:
+        """The backward itself; see ``SchedulePlanner``."""
+        del graph, forward
+        return backward
 
     def first_order(self) -> dict[str, Any]:
         """What the first plan is made of, as plain data for all ranks: the order in which gradients become ready as far

@@ -46,7 +46,11 @@ class RecorderOnCpu:
         self.recorded += 1
         # CUDA computes nothing while it records.
         before = [tensor.clone() for tensor in inputs]
-        results = program([*inputs])
+        for tensor in inputs:
+            if not tensor.is_floating_point():
+                tensor.data.zero_()  # What is copied at each replay is uninitialised, and no index.
+        with torch.random.fork_rng([]):
+            results = program([*inputs])
         for tensor, value in zip(inputs, before, strict=True):
             if not torch.equal(tensor, value):
                 tensor.data.copy_(value)

@@ -223,8 +223,8 @@ def test_a_backward_without_recordings_gets_what_it_needs(
 ) -> None:
     """So it is where something in the backward cannot be recorded."""
 
-    def forward_only(graph: Any, forward: Any, backward: Any, changed: Any) -> Any:
-        return graph_programs(graph, forward, None, changed, recorder)[0], backward
+    def forward_only(graph: Any, forward: Any, backward: Any, changed: Any, at_once: int) -> Any:
+        return graph_programs(graph, forward, None, changed, recorder, at_once)[0], backward
 
     monkeypatch.setattr(pipeline, "with_cuda_graphs", forward_only)
     plain, twin, compiled = nets()

@@ -1,14 +1,17 @@
 """Pipelines of small models beside the same models unsplit, on the ranks that this program is started on.
 
     python -m gradsplit.launch --nproc-per-node 2 -m tests.distributed.pipeline.pipeline_cases \\
-        FOLDER MODEL... -- SCHEDULE...
+        [--cuda] [--recorded] FOLDER MODEL... -- SCHEDULE...
 
-Losses, gradients, buffers and the state of the generator must be equal bit for bit with torch's kernels.
+With ``--cuda`` ranks have a GPU each. With ``--recorded`` stages replay recordings, as CUDA graphs are. Losses, gradients, buffers and the state of the
+generator must be equal bit for bit with torch's kernels.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,9 +23,13 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import schedules as torch_schedules
 
 import gradsplit
+from gradsplit.compile_core import pipeline as stages_of_compilation
+from gradsplit.compile_core.runtime.cuda_graphs import graph_programs
+from gradsplit.distributed.pipeline.draws import state_of
 from gradsplit.distributed.pipeline.export_pipeline import export_pipeline
 from gradsplit.distributed.pipeline.load_stage import load_stage
-from tests.distributed.pipeline.tied_model import tied
+from tests.distributed.pipeline.tied_model import chain, tied
+from tests.runtime.recorder_on_cpu import RecorderOnCpu
 
 SINGLE = ("GPipe", "1F1B")
 IN_A_V = ("ZBVZeroBubble", "DualPipeV")
@@ -89,13 +96,16 @@ def run_case(
     stages_per_rank: int,
     microbatches: int,
     backend: str = "aot_eager",
+    mode: str | None = None,
+    device: torch.device = torch.device("cpu"),  # noqa: B008
     tolerance: float = 0.0,
     steps: int = 2,
 ) -> list[str]:
     """What differs from the unsplit model on this rank."""
     torch.manual_seed(0)
     model, kwargs = make()
-    model.train()
+    model.train().to(device)
+    kwargs = {key: value.to(device) for key, value in kwargs.items()}
     num_stages = stages_per_rank * dist.get_world_size()
     place = folder / f"stages_{num_stages}"
     # A call by position where an argument has the name of one of step()'s; Llama asks whether it is compiled, and takes
@@ -108,7 +118,9 @@ def run_case(
     if dist.get_rank() == 0 and not place.exists():
         export_pipeline(exported, (), num_stages, folder=place)
     dist.barrier()
-    stages = [load_stage(place, k, backend=backend) for k in stages_of_rank(schedule, num_stages)]
+    stages = [
+        load_stage(place, k, device, backend=backend, mode=mode) for k in stages_of_rank(schedule, num_stages)
+    ]
     stages.sort(key=lambda stage: stage.stage_index)
     made = torch_schedules.get_schedule_class(schedule)(
         stages[0] if schedule in SINGLE else stages,
@@ -121,13 +133,13 @@ def run_case(
     for step in range(steps):
         torch.manual_seed(step)
         expected = unsplit(whole, batch, microbatches, schedule == "LoopedBFS")
-        after = torch.get_rng_state()
+        after = state_of(device)
         torch.manual_seed(step)
         losses: list[Tensor] = []
-        target = torch.zeros(microbatches)
+        target = torch.zeros(microbatches, device=device)
         args, named = (tuple(batch.values()), {}) if by_position else ((), batch)
         made.step(*args, target=target, losses=losses, return_outputs=False, **named)
-        if not torch.equal(after, torch.get_rng_state()) and backend == "aot_eager":
+        if not torch.equal(after, state_of(device)) and backend == "aot_eager":
             found.append("the generator")
         found += differences(model, stages, losses, expected, tolerance)
         # Both sides take a step, so the next one tells whether weights reach those who borrow them.
@@ -143,26 +155,51 @@ def run_case(
 
 
 def models_of(names: list[str]) -> dict[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]]:
-    if names == ["tied"]:
-        return {"tied": tied}
+    small = {"tied": tied, "chain": chain}
+    if small.keys() >= {*names}:
+        return small
     # Not without need: transformers takes a while to import.
     from tests.export.exported_models import MODELS
 
-    return {"tied": tied, **MODELS}
+    return {**small, **MODELS}
 
 
 def main() -> None:
     arguments = sys.argv[1:]
+    mode, recorder, device = None, RecorderOnCpu(), torch.device("cpu")
+    if arguments[0] == "--cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        del arguments[0]
+    if arguments[0] == "--recorded":
+        mode = "reduce-overhead"
+        if device.type == "cpu":
+            stages_of_compilation.with_cuda_graphs = functools.partial(graph_programs, recorder=recorder)
+        del arguments[0]
     split = arguments.index("--")
     folder, models, schedules = Path(arguments[0]), arguments[1:split], arguments[split + 1 :]
     makers = models_of(models)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
     failures = 0
     for model, schedule in itertools.product(models, schedules):
         per_rank = (1,) if schedule in SINGLE else (2,) if schedule in IN_A_V else (1, 2)
         for count in per_rank:
             microbatches = 2 * count * dist.get_world_size()
-            found = run_case(folder / model, makers[model], schedule, count, microbatches)
+            found = run_case(
+                folder / model,
+                makers[model],
+                schedule,
+                count,
+                microbatches,
+                mode=mode,
+                steps=4 if mode else 2,
+            )
+            if mode and device.type == "cpu":
+                counts = recorder.recorded, recorder.replayed
+                recorder.recorded = recorder.replayed = 0
+                # Of eight calls of each program a few lead to a recording.
+                if counts[1] < 2 * counts[0]:
+                    found.append(f"{counts[0]} recordings were replayed {counts[1]} times")
             every: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(every, found)
             if dist.get_rank() == 0:

@@ -28,6 +28,29 @@ def call() -> tuple[Tensor, Tensor]:
     return torch.arange(6), torch.arange(6) + 3
 
 
+class Chain(nn.Module):
+    """What goes over NCCL: nothing skips a stage, and no weight is read twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 64)
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.norm = nn.BatchNorm1d(64)
+        self.head = nn.Linear(64, 16)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = self.embedding(ids)
+        for block in self.blocks:
+            hidden = F.dropout(torch.relu(block(hidden)), 0.2, self.training)
+        return {"loss": F.cross_entropy(self.head(self.norm(hidden)), labels)}
+
+
+def chain() -> tuple[nn.Module, dict[str, Tensor]]:
+    """As ``tied``."""
+    ids, labels = call()
+    return Chain(), {"ids": ids, "labels": labels}
+
+
 def tied() -> tuple[nn.Module, dict[str, Tensor]]:
     """The model, and a call by name."""
     ids, labels = call()
