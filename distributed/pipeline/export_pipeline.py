@@ -20,6 +20,7 @@ from gradsplit.distributed.pipeline.node_costs import (
     parameters_of_nodes,
     seconds_of_nodes,
 )
+from gradsplit.distributed.pipeline.piece_costs import seconds_as_compiled
 from gradsplit.distributed.pipeline.split_graph import split_graph
 
 # What a byte that is sent costs, in the unit of each balance: seconds at 10 GB/s, bytes, parameters.
@@ -44,7 +45,8 @@ def export_pipeline(
         example_args, example_kwargs: a call with one microbatch. Sizes are those of each later microbatch.
         num_stages: how many; not needed where ``balance`` names the cuts.
         folder: to write to; it appears as a whole or not at all.
-        balance: what of the greatest stage is to be least: "time", measured with torch's kernels, "memory", what a
+        balance: what of the greatest stage is to be least: "time", measured with torch's kernels, and on a GPU with the
+            generated ones, "memory", what a
             stage holds and keeps for the microbatches in flight, or "parameters"; or where to cut: names of submodules
             with which a stage begins, or a dictionary of these to ``SplitPoint``, as torch's ``pipeline`` takes it.
         microbatches: how many are in flight at the most, for "memory"; as many as stages by default.
@@ -78,6 +80,10 @@ def export_pipeline(
         if num_stages > len(facts.cuts) + 1:
             raise ValueError(_too_many(exported.name, num_stages, facts))
     seconds = seconds_of_nodes(exported, facts)
+    has_data = not any(tensor.is_meta for tensor in exported.tensors.values())
+    if balance == "time" and num_stages != 1 and exported.device != "cpu" and has_data:
+        # Generated kernels leave out most of what torch's launch and move on a GPU beside the products.
+        seconds = seconds_as_compiled(exported, facts, seconds, num_stages or 1)
     in_flight = microbatches or num_stages or 1
     if isinstance(balance, str):
         assert num_stages is not None

@@ -27,6 +27,18 @@ def seconds_of_nodes(exported: Exported, facts: GraphFacts) -> list[float]:
     if any(tensor.is_meta for tensor in exported.tensors.values()):
         return _estimated(exported, facts)
     measuring = _Measuring(exported.graph, facts, exported.device)
+    with torch.enable_grad(), torch.random.fork_rng(devices_of(exported)):
+        measuring.run(*example_inputs(exported))
+    return [measuring.seconds[node] for node in facts.nodes]
+
+
+def devices_of(exported: Exported) -> list[str]:
+    """The GPU that it is on, if any."""
+    return [] if exported.device == "cpu" else [exported.device]
+
+
+def example_inputs(exported: Exported) -> list[torch.Tensor]:
+    """What its graph is called with: parameters, copies of buffers and constants, and zeros as arguments."""
     inputs: list[torch.Tensor] = []
     for node in exported.graph.find_nodes(op="placeholder"):
         path = node.meta["path"]
@@ -39,10 +51,7 @@ def seconds_of_nodes(exported: Exported, facts: GraphFacts) -> list[float]:
             held = exported.tensors[path]
             is_parameter = isinstance(held, torch.nn.Parameter)
             inputs.append(held if is_parameter else held.clone())
-    devices = [] if exported.device == "cpu" else [exported.device]
-    with torch.enable_grad(), torch.random.fork_rng(devices):
-        measuring.run(*inputs)
-    return [measuring.seconds[node] for node in facts.nodes]
+    return inputs
 
 
 class _Measuring(fx.Interpreter):
@@ -150,14 +159,19 @@ def bytes_of_nodes(exported: Exported, facts: GraphFacts, microbatches: int) -> 
 
 def bytes_across_cuts(facts: GraphFacts) -> list[float]:
     """By position, the bytes of the values that a cut there sends on."""
+    return across_cuts(facts, facts.bytes_of)
+
+
+def across_cuts(facts: GraphFacts, size: Callable[[fx.Node], float]) -> list[float]:
+    """By position, the sum over the values that a cut there sends on."""
     changes = [0.0] * (len(facts.nodes) + 1)
     place = {node: position for position, node in enumerate(facts.nodes)}
     for node in facts.nodes:
         users = [place[user] for user in node.users if user in place and user not in facts.constant]
         if node not in facts.constant and users:
-            changes[place[node] + 1] += facts.bytes_of(node)
+            changes[place[node] + 1] += size(node)
             if max(users) + 1 < len(changes):
-                changes[max(users) + 1] -= facts.bytes_of(node)
+                changes[max(users) + 1] -= size(node)
     return _running_sums(changes)
 
 

@@ -19,6 +19,7 @@ twice as long. So schedules are compared with their predictions where cores lack
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import statistics
@@ -238,9 +239,8 @@ class Bench:
 
     def set_up(self, folder: Path) -> None:
         """Exports, loads, compiles: each side takes its first step."""
-        for schedule, per_rank in OURS:
-            if schedule not in self.options.schedules:
-                continue
+        wanted = [one for one in OURS if one[0] in self.options.schedules]
+        for mode, (schedule, per_rank) in itertools.product(self.options.modes, wanted):
             place = folder / f"{self.model}_{per_rank}"
             stages = self.ranks * per_rank
             start = time.perf_counter()
@@ -256,7 +256,7 @@ class Bench:
                     k,
                     self.device,
                     backend=self.options.backend,
-                    mode=self.options.mode,
+                    mode=mode,
                     group=self.groups.pipeline,
                     replicas=self.groups.replicas,
                 )
@@ -266,9 +266,10 @@ class Bench:
                 names: list[Any] = [None] * self.ranks
                 dist.all_gather_object(names, [*loaded[0].state_dict()], self.groups.quiet)
                 self.cuts = nearest_layers(self.model, names, self.sizes.layers)
-            self._add("ours", schedule, loaded, gradsplit.compile(loss_of))
+            side = "ours" if mode == "default" else "ours, graphs"
+            self._add(side, schedule, loaded, gradsplit.compile(loss_of))
             self.say(
-                f"ours {schedule}: export {exported - start:.1f} s, load, compile and first step "
+                f"{side} {schedule}: export {exported - start:.1f} s, load, compile and first step "
                 f"{time.perf_counter() - exported:.1f} s"
             )
         self.say(f"torch's stages are cut before layers {self.cuts} of {self.sizes.layers}, where ours are")
@@ -444,7 +445,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=6)
     parser.add_argument("--steps", type=int, help="in a row; 10 on a GPU and 3 on a CPU by default")
     parser.add_argument("--backend", help="of our stages; generated kernels by default")
-    parser.add_argument("--mode", help="of our stages")
+    parser.add_argument(
+        "--modes", nargs="*", default=["default"], help="of our stages; reduce-overhead for graphs"
+    )
     parser.add_argument("--asleep", type=float, default=0.0, help="seconds; see above")
     parser.add_argument("--out", help="a folder for pictures of the steps")
     options = parser.parse_args()

@@ -3,8 +3,8 @@
     python -m gradsplit.launch --nproc-per-node 2 -m tests.distributed.pipeline.pipeline_cases \\
         [--cuda] [--recorded] FOLDER MODEL... -- SCHEDULE...
 
-With ``--cuda`` ranks have a GPU each. With ``--recorded`` stages replay recordings, as CUDA graphs are. Losses, gradients, buffers and the state of the
-generator must be equal bit for bit with torch's kernels.
+With ``--cuda`` ranks have a GPU each. With ``--recorded`` stages replay recordings, as CUDA graphs are. Losses,
+gradients, buffers and the state of the generator must be equal bit for bit with torch's kernels.
 """
 
 from __future__ import annotations

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradsplit
+from gradsplit.distributed.pipeline import piece_costs
+from gradsplit.distributed.pipeline.graph_facts import examine
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def test_pieces_that_are_alike_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each node costs its share of the piece that it is in, by what it costs alone."""
+    timed = []
+
+    def measure(piece: gradsplit.compile_core.export.exported.Exported) -> float:
+        timed.append(piece)
+        return 1.0
+
+    monkeypatch.setattr(piece_costs, "_measure", measure)
+    model = nn.Sequential(*(Layer() for _ in range(6)))
+    exported = gradsplit.export(model, (torch.randn(4, 8),))
+    facts = examine(exported)
+    found = piece_costs.seconds_as_compiled(exported, facts, [0.1] * len(facts.nodes), 1)
+    layer = len(facts.nodes) // 6
+    # The first is cut where only its input crosses, which each stage could read; the others end with their sum.
+    assert len(timed) == 3
+    assert found[-layer:] == pytest.approx([1.0 / layer] * layer)
+
+
+def test_what_cannot_be_timed_costs_what_the_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(piece_costs, "_measure", lambda piece: 2.0 if len(piece.graph.nodes) == 13 else None)
+    exported = gradsplit.export(nn.Sequential(*(Layer() for _ in range(6))), (torch.randn(4, 8),))
+    facts = examine(exported)
+    found = piece_costs.seconds_as_compiled(exported, facts, [0.1] * len(facts.nodes), 1)
+    assert found == pytest.approx([0.4] * len(facts.nodes))
+
+
+def test_pieces_run_as_programs() -> None:
+    exported = gradsplit.export(Layer(), (torch.randn(4, 8),))
+    facts = examine(exported)
+    found = piece_costs.seconds_as_compiled(exported, facts, [0.1] * len(facts.nodes), 1)
+    assert sum(found) < 0.1
