@@ -33,7 +33,8 @@ class BackwardInTwo:
     """The two programs of a backward.
 
     Attributes:
-        first: takes what the backward takes; returns the gradients of inputs, and then what ``second`` reads.
+        first: takes what the backward takes; returns the gradients of inputs, and then what ``second`` reads. None
+            where all is left to that one, as in a first stage.
         second: takes what the backward takes, of which it may be given ``None`` for what it does not read, and then
             what ``first`` has returned for it; returns the gradients of weights. None where nothing is left to do.
         gradients: for each result of the backward, its position among the gradients of ``first``; -1 for none.
@@ -41,7 +42,7 @@ class BackwardInTwo:
         weights: by result of ``second``, the positions, among the graph's inputs, of the weights whose gradient it is.
     """
 
-    first: Program
+    first: Program | None
     second: Program | None
     gradients: tuple[int, ...]
     read: frozenset[int]
@@ -69,7 +70,9 @@ class BackwardInTwo:
         early = tuple(node.name for node in cut.early)
         handed_on = tuple(node.name for node in cut.handed_on)
         late = tuple(node.name for node in cut.late)
-        first = _linked(_INPUTS, taken, (*early, *handed_on), cut.regions, regions)
+        first = None
+        if early or _INPUTS in regions:
+            first = _linked(_INPUTS, taken, (*early, *handed_on), cut.regions, regions)
         second = _linked(_WEIGHTS, (*taken, *handed_on), late, cut.regions, regions) if late else None
         read: Sequence[int] = range(len(taken))
         if forward is not None:
@@ -100,7 +103,7 @@ class BackwardInTwo:
         left = None
         if self.second is not None:
             left = [value if position in self.read else None for position, value in enumerate(inputs)]
-        results = self.first(inputs)
+        results = [] if self.first is None else self.first(inputs)
         early = max(self.gradients, default=-1) + 1
         if left is not None:
             left += results[early:]
@@ -175,12 +178,12 @@ def _linked(
 def _graphed(
     graph: PartitionedGraph,
     forward: GraphedProgram,
-    first: Program,
+    first: Program | None,
     second: Program | None,
     early: int,
     handed_on: int,
     late: int,
-) -> tuple[Program, Program | None]:
+) -> tuple[Program | None, Program | None]:
     """Both, recorded as the forward is.
 
     Args:
@@ -189,29 +192,24 @@ def _graphed(
     """
     assert graph.backward is not None
     taken = len(graph_inputs(graph.backward))
-    tangents = range(len(graph.saved), taken)
-    graphed_first = GraphedProgram(
-        "CUDA graph of input gradients",
-        first,
-        forward.recorder,
-        early,
-        hides=second is not None,
-        copied_in=tangents,
-        sources=[saved_source(graph, forward)],
-        at_once=forward.at_once,
-    )
-    if second is None:
-        return graphed_first, None
-    graphed_second = GraphedProgram(
-        "CUDA graph of weight gradients",
-        second,
-        forward.recorder,
-        late,
-        copied_in=tangents,
-        sources=[
-            saved_source(graph, forward),
-            Source(graphed_first, {taken + k: early + k for k in range(handed_on)}),
-        ],
-        at_once=forward.at_once,
-    )
-    return graphed_first, graphed_second
+    saved = saved_source(graph, forward)
+
+    def graphed(name: str, program: Program, num_visible: int, hides: bool, sources: Sequence[Source]) -> Any:
+        return GraphedProgram(
+            name,
+            program,
+            forward.recorder,
+            num_visible,
+            hides=hides,
+            copied_in=range(len(graph.saved), taken),
+            sources=sources,
+            at_once=forward.at_once,
+        )
+
+    recorded, sources = None, [saved]
+    if first is not None:
+        recorded = graphed("CUDA graph of input gradients", first, early, second is not None, sources)
+        sources = [saved, Source(recorded, {taken + k: early + k for k in range(handed_on)})]
+    if second is not None:
+        second = graphed("CUDA graph of weight gradients", second, late, False, sources)
+    return recorded, second

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.distributed.pipelining import SplitPoint
 
 from gradsplit.compile_core.export.export_call import export
@@ -20,7 +21,7 @@ from gradsplit.distributed.pipeline.node_costs import (
     parameters_of_nodes,
     seconds_of_nodes,
 )
-from gradsplit.distributed.pipeline.piece_costs import seconds_as_compiled
+from gradsplit.distributed.pipeline.piece_costs import seconds_as_compiled, seconds_of_loss
 from gradsplit.distributed.pipeline.split_graph import split_graph
 
 # What a byte that is sent costs, in the unit of each balance: seconds at 10 GB/s, bytes, parameters.
@@ -36,6 +37,7 @@ def export_pipeline(
     example_kwargs: Mapping[str, Any] | None = None,
     balance: str | Sequence[str] | Mapping[str, SplitPoint] = "time",
     microbatches: int | None = None,
+    loss: tuple[Callable[[Any, Any], torch.Tensor], Any] | None = None,
     strict: bool = True,
 ) -> PipelineLayout:
     """Captures one whole graph of a model and writes it in stages.
@@ -50,6 +52,8 @@ def export_pipeline(
             stage holds and keeps for the microbatches in flight, or "parameters"; or where to cut: names of submodules
             with which a stage begins, or a dictionary of these to ``SplitPoint``, as torch's ``pipeline`` takes it.
         microbatches: how many are in flight at the most, for "memory"; as many as stages by default.
+        loss: the ``loss_fn`` that the schedule will call with the model's result, and the target of one microbatch,
+            so that its time counts in the balance of "time".
         strict: see ``gradsplit.export``.
 
     Returns:
@@ -84,6 +88,8 @@ def export_pipeline(
     if balance == "time" and num_stages != 1 and exported.device != "cpu" and has_data:
         # Generated kernels leave out most of what torch's launch and move on a GPU beside the products.
         seconds = seconds_as_compiled(exported, facts, seconds, num_stages or 1)
+    if loss is not None and has_data:
+        seconds[-1] += seconds_of_loss(exported, *loss)
     in_flight = microbatches or num_stages or 1
     if isinstance(balance, str):
         assert num_stages is not None

@@ -16,8 +16,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gradsplit.compile_core.export.exported import Exported
+from gradsplit.compile_core.export.structures import build
+from gradsplit.compile_core.interface import api
 from gradsplit.compile_core.interface.module_compilers import CompileRequest
 from gradsplit.distributed.pipeline.graph_facts import GraphFacts
 from gradsplit.distributed.pipeline.node_costs import across_cuts, devices_of, example_inputs
@@ -64,6 +67,28 @@ def seconds_as_compiled(
     for first, end in left:
         found[first:end] = [usual * one for one in seconds[first:end]]
     return found
+
+
+def seconds_of_loss(exported: Exported, loss_fn: Callable[[Any, Any], torch.Tensor], target: Any) -> float:
+    """Of one microbatch's loss, compiled, and its gradient."""
+    with torch.no_grad():
+        call = example_inputs(exported)
+        results = fx.Interpreter(fx.GraphModule({}, exported.graph)).run(*call)
+    output = tree_map_only(
+        torch.Tensor,
+        lambda result: result.detach().requires_grad_(result.is_floating_point()),
+        build(exported.result, results),
+    )
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    compiled = api.compile(loss_fn)
+
+    def run() -> None:
+        torch.autograd.grad(compiled(output, target), leaves, allow_unused=True)
+
+    with torch.enable_grad():
+        for _ in range(_WARM_UP):
+            run()
+        return _device_seconds(run, exported.device != "cpu")
 
 
 def _narrow_cuts(facts: GraphFacts, seconds: Sequence[float], least_s: float) -> tuple[int, ...]:

@@ -6,7 +6,8 @@ Every length is trained on (forward and backward) once, in the order in which th
 how long Python looked for garbage within it. Then
 comes pass after pass until nothing is compiled any more, and one in which each length takes a few steps, of which the
 median is its *step*. *Wait* is how much longer than that the longest step of a length was until then. The side ``each``
-is ours without open sizes, with kernels made for each length as it comes. All sides start with empty caches. The first
+is ours without open sizes, with kernels made for each length as it comes; ``eager`` tells what a first step of a length
+costs without a compiler, as libraries load kernels. All sides start with empty caches. The first
 two lengths teach a compiler that the size is open, so figures are also given for the lengths after the third.
 
 With ``--ranks`` the model is in DDP on so many ranks, which begin each step together, and figures are the slowest
@@ -16,6 +17,7 @@ rank's.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import json
 import os
@@ -43,6 +45,7 @@ from tests.bench.rows import synchronise
 ROOT = Path(__file__).parents[2]
 SIDES = ("gradsplit", "each", "inductor")
 _TAUGHT = 3
+_LONG_S = 0.6
 # How often lengths come until all is compiled, and how often each for its time.
 _PASSES, _STEPS = 4, 5
 
@@ -105,6 +108,7 @@ def measure(side: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
         "gradsplit": lambda: gradsplit.compile(model),
         "each": lambda: gradsplit.compile(model, dynamic=False),
         "inductor": lambda: torch.compile(model),
+        "eager": lambda: model,
     }[side]()
 
     collected_s: list[float] = []
@@ -112,7 +116,16 @@ def measure(side: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
         lambda phase, _: collected_s.append(time.perf_counter() * (-1 if phase == "start" else 1))
     )
 
-    def step(length: int) -> float:
+    def step(length: int, is_watched: bool = False) -> float:
+        if is_watched:
+            # Tells on what a step waits that takes so long.
+            faulthandler.dump_traceback_later(_LONG_S)
+        try:
+            return timed_step(length)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def timed_step(length: int) -> float:
         tokens = torch.randint(arguments.vocabulary, (arguments.batch, length), device=device)
         synchronise(device)
         if ranks is not None:
@@ -128,7 +141,8 @@ def measure(side: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for length in lengths:
         collected_s.clear()
-        rows.append({"length": length, "first_s": step(length), "later_s": [], "garbage_s": sum(collected_s)})
+        first_s = step(length, is_watched=len(rows) >= _TAUGHT)
+        rows.append({"length": length, "first_s": first_s, "later_s": [], "garbage_s": sum(collected_s)})
         print(f"{side}: length {length} first took {rows[-1]['first_s']:.2f} s", file=sys.stderr, flush=True)
     # A length seen before the size was open is compiled once more when it comes back, and programs are taken up when
     # they are asked for.
@@ -136,7 +150,7 @@ def measure(side: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     for _ in range(_PASSES):
         gradsplit.wait_for_compilations()
         for row in rows:
-            row["later_s"].append(step(row["length"]))
+            row["later_s"].append(step(row["length"], is_watched=True))
     print(f"{side}: settled after {time.perf_counter() - start_s:.0f} s", file=sys.stderr, flush=True)
     for row in rows:
         row["step_s"] = statistics.median(step(row["length"]) for _ in range(_STEPS))

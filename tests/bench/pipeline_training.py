@@ -204,11 +204,19 @@ class Groups:
 @dataclass(frozen=True)
 class Bubble:
     """Of a side: predicted from its own costs, if each kind of action always took as long, and as it varied, and
-    measured, the median of some steps."""
+    measured, the median of some steps; and these costs."""
 
     even: PipelineTimeline
     varied: PipelineTimeline
     measured: PipelineTimeline
+    seconds: Mapping[tuple[int, str], list[float]]
+
+    def costs(self) -> str:
+        """Milliseconds of each kind of action, by stage: medians."""
+        kinds = sorted(key for key in self.seconds if key[1] in "FBIW")
+        return ", ".join(
+            f"{kind}{stage} {1e3 * statistics.median(self.seconds[stage, kind]):.2f}" for stage, kind in kinds
+        )
 
 
 class Bench:
@@ -245,7 +253,9 @@ class Bench:
             stages = self.ranks * per_rank
             start = time.perf_counter()
             if dist.get_rank() == 0 and not place.exists():
-                export_pipeline(self.make(), (self.one,), stages, folder=place, strict=False)
+                export_pipeline(
+                    self.make(), (self.one,), stages, folder=place, loss=(loss_of, self.one), strict=False
+                )
             dist.barrier(self.groups.all)
             exported = time.perf_counter()
             last = stages - 1 - self.rank
@@ -334,9 +344,10 @@ class Bench:
         ]
         stages = self.ranks * len(side.stages)
         rows = torch_schedule(side.schedule, self.ranks, stages, self.options.microbatches)
-        even, varied = predictions(rows, seconds_of_actions([timeline.rows for timeline in measured]))
+        seconds = seconds_of_actions([timeline.rows for timeline in measured])
+        even, varied = predictions(rows, seconds)
         measured.sort(key=lambda timeline: timeline.bubble)
-        return Bubble(even, varied, measured[len(measured) // 2])
+        return Bubble(even, varied, measured[len(measured) // 2], seconds)
 
 
 def seconds_of_actions(
@@ -416,6 +427,7 @@ def run_model(
             f"{name:6} {side.name:14} {side.schedule:22} {statistics.median(found):8.2f} {found[0]:8.2f} "
             f"{1e3 * varied.duration_s:9.2f} {1e3 * measured.duration_s:8.2f} "
             f"{100 * bubble.even.bubble:8.1f} {100 * varied.bubble:8.1f} {100 * measured.bubble:8.1f} {loss:8.4f}"
+            f"  {bubble.costs()}"
         )
         if dist.get_rank() == 0 and options.out:
             Path(options.out).mkdir(exist_ok=True, parents=True)
@@ -426,7 +438,7 @@ def run_model(
 
 HEADER = (
     f"{'model':6} {'side':14} {'schedule':22} {'step ms':>8} {'least':>8} {'predicted':>9} {'measured':>8} "
-    f"{'bubble %':>8} {'varied':>8} {'measured':>8} {'loss':>8}"
+    f"{'bubble %':>8} {'varied':>8} {'measured':>8} {'loss':>8}  medians of actions in ms"
 )
 
 

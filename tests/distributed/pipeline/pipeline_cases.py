@@ -192,6 +192,7 @@ def main() -> None:
                 count,
                 microbatches,
                 mode=mode,
+                device=device,
                 steps=4 if mode else 2,
             )
             if mode and device.type == "cpu":

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import gradsplit
+from gradsplit.distributed import export_pipeline
 from gradsplit.distributed.pipeline import piece_costs
 from gradsplit.distributed.pipeline.graph_facts import examine
 
@@ -50,3 +53,17 @@ def test_pieces_run_as_programs() -> None:
     facts = examine(exported)
     found = piece_costs.seconds_as_compiled(exported, facts, [0.1] * len(facts.nodes), 1)
     assert sum(found) < 0.1
+
+
+def test_a_costly_loss_moves_the_cut(tmp_path: Path) -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        for _ in range(20):
+            target = target @ target.softmax(0)
+        return (output - target[:4, :8]).square().sum()
+
+    held = []
+    for number, loss in enumerate((None, (loss_fn, torch.randn(256, 256)))):
+        model = nn.Sequential(*(Layer() for _ in range(6)))
+        layout = export_pipeline(model, (torch.randn(4, 8),), 2, folder=tmp_path / str(number), loss=loss)
+        held.append(layout.stages[0].state_bytes)
+    assert held[1] > held[0]
