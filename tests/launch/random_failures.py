@@ -3,6 +3,7 @@
 ``python -m tests.launch.random_failures COUNT [SEED]`` ends with 1 when a job hung, left a process behind or blamed the
 wrong rank. A rank is killed or exits at any moment of its start or run, in some jobs while another is stopped, or hangs
 and does not heed SIGTERM; or the launcher is told to end, or is killed. `several_machines` does so on more than one.
+``LAUNCH_JOBS_DEVICE=cuda`` has the ranks reduce over NCCL until then, one to a GPU: some ten seconds a job.
 """
 
 import os
@@ -15,7 +16,10 @@ import tempfile
 import time
 from pathlib import Path
 
-RANKS = 3
+import torch
+
+ON_GPUS = os.environ.get("LAUNCH_JOBS_DEVICE") == "cuda"
+RANKS = min(3, torch.cuda.device_count()) if ON_GPUS else 3
 MOST_S = 20
 KINDS = [
     "exit",
@@ -31,17 +35,33 @@ KINDS = [
 SCRIPT = """
 import os, signal, socket, subprocess, sys, time
 from pathlib import Path
+ON_GPUS = os.environ.get("LAUNCH_JOBS_DEVICE") == "cuda"
 mark = Path(sys.argv[1], "rank" + os.environ["RANK"])
 if os.environ["RANK"] == "0":
-    listening = socket.create_server(("", int(os.environ["MASTER_PORT"])))
+    if not ON_GPUS:
+        listening = socket.create_server(("", int(os.environ["MASTER_PORT"])))
     mark.with_name("port").write_text(os.environ["MASTER_PORT"])
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", sys.argv[1]])
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))
 if sys.argv[2:] == ["hung"]:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if ON_GPUS:
+    import torch
+    import torch.distributed as dist
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    value = torch.ones(1 << 20, device="cuda")
+    dist.all_reduce(value)
+    torch.cuda.synchronize()
 mark.with_suffix(".new").write_text(str(os.getpid()))
 mark.with_suffix(".new").rename(mark)
-time.sleep(60)
+until = time.monotonic() + 60
+while time.monotonic() < until:
+    if ON_GPUS:
+        dist.all_reduce(value)
+        torch.cuda.synchronize()
+    else:
+        time.sleep(1)
 """
 
 
