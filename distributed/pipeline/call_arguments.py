@@ -7,22 +7,23 @@ from typing import Any
 
 import torch
 
+from gradsplit.compile_core.export.exported import Exported
 from gradsplit.compile_core.export.structures import Structure, collect
 from gradsplit.distributed.pipeline.layout import PipelineLayout
 
 
 def read_call(
-    layout: PipelineLayout, args: Sequence[Any], kwargs: Mapping[str, Any]
+    exported: Exported | PipelineLayout, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[int, torch.Tensor]:
-    """The tensors of a call of the model, or of a part of one, by their positions among ``layout.arguments``.
+    """The tensors of a call of the model, or of a part of one, by their positions among ``exported.arguments``.
 
     Raises:
         ValueError: an argument is not as it was exported.
     """
     exported_args, exported_kwargs = (
-        part[kind] for part, kind in zip(layout.call["tuple"], ("tuple", "dict"), strict=True)
+        part[kind] for part, kind in zip(exported.call["tuple"], ("tuple", "dict"), strict=True)
     )
-    names = layout.parameter_names
+    names = exported.parameter_names
     by_name: dict[str, tuple[str, Structure]] = {
         name: (f"args[{k}]", item) for k, (name, item) in enumerate(zip(names, exported_args, strict=False))
     }
@@ -36,19 +37,19 @@ def read_call(
             given.append((*by_name[names[k]], value))
         else:
             raise ValueError(
-                f"{layout.name} was exported with {len(exported_args)} arguments by position, not {len(args)}"
+                f"{exported.name} was exported with {len(exported_args)} arguments by position, not {len(args)}"
             )
     for key, value in kwargs.items():
         if key not in by_name:
             raise ValueError(
-                f"{layout.name} was exported without the argument {key}; it takes {', '.join(by_name)}"
+                f"{exported.name} was exported without the argument {key}; it takes {', '.join(by_name)}"
             )
         given.append((*by_name[key], value))
     for place, structure, value in given:
         tensors: list[torch.Tensor] = []
         collect(structure, value, place, tensors)
         for position, tensor in zip(_positions(structure), tensors, strict=True):
-            layout.arguments[position].check(tensor)
+            exported.arguments[position].check(tensor)
             found[position] = tensor
     return found
 

@@ -12,6 +12,7 @@ from torch.distributed.pipelining import SplitPoint
 from gradsplit.compile_core.export.export_call import export
 from gradsplit.compile_core.export.exported import Exported
 from gradsplit.distributed.pipeline.balance import cut_evenly
+from gradsplit.distributed.pipeline.example_inputs import example_call
 from gradsplit.distributed.pipeline.export_folder import write_pipeline
 from gradsplit.distributed.pipeline.graph_facts import GraphFacts, examine
 from gradsplit.distributed.pipeline.layout import PipelineLayout
@@ -83,13 +84,14 @@ def export_pipeline(
             raise ValueError(f"num_stages is a positive number, not {num_stages!r}")
         if num_stages > len(facts.cuts) + 1:
             raise ValueError(_too_many(exported.name, num_stages, facts))
-    seconds = seconds_of_nodes(exported, facts)
     has_data = not any(tensor.is_meta for tensor in exported.tensors.values())
+    call = example_call(exported, example_args, example_kwargs or {}) if has_data else []
+    seconds = seconds_of_nodes(exported, facts, call)
     if balance == "time" and num_stages != 1 and exported.device != "cpu" and has_data:
         # Generated kernels leave out most of what torch's launch and move on a GPU beside the products.
-        seconds = seconds_as_compiled(exported, facts, seconds, num_stages or 1)
+        seconds = seconds_as_compiled(exported, facts, call, seconds, num_stages or 1)
     if loss is not None and has_data:
-        seconds[-1] += seconds_of_loss(exported, *loss)
+        seconds[-1] += seconds_of_loss(exported, call, *loss)
     in_flight = microbatches or num_stages or 1
     if isinstance(balance, str):
         assert num_stages is not None

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from gradsplit.compile_core.export.exported import Exported
+from gradsplit.distributed.pipeline.example_inputs import devices_of, example_inputs
 from gradsplit.distributed.pipeline.graph_facts import GraphFacts, on_fakes
 
 # Of a device that nobody can measure, since the parameters have no data: only their ratio matters.
@@ -21,37 +22,19 @@ _BACKWARD_FACTOR = 3.0
 _REPEATS = 3
 
 
-def seconds_of_nodes(exported: Exported, facts: GraphFacts) -> list[float]:
+def seconds_of_nodes(exported: Exported, facts: GraphFacts, call: Sequence[torch.Tensor]) -> list[float]:
     """Of one microbatch's forward and backward of each node, measured with torch's kernels; where parameters have no
-    data, estimated from operations and bytes."""
+    data, estimated from operations and bytes.
+
+    Args:
+        call: of one microbatch; see ``example_call``.
+    """
     if any(tensor.is_meta for tensor in exported.tensors.values()):
         return _estimated(exported, facts)
     measuring = _Measuring(exported.graph, facts, exported.device)
     with torch.enable_grad(), torch.random.fork_rng(devices_of(exported)):
-        measuring.run(*example_inputs(exported))
+        measuring.run(*example_inputs(exported, call))
     return [measuring.seconds[node] for node in facts.nodes]
-
-
-def devices_of(exported: Exported) -> list[str]:
-    """The GPU that it is on, if any."""
-    return [] if exported.device == "cpu" else [exported.device]
-
-
-def example_inputs(exported: Exported) -> list[torch.Tensor]:
-    """What its graph is called with: parameters, copies of buffers and constants, and zeros as arguments."""
-    inputs: list[torch.Tensor] = []
-    for node in exported.graph.find_nodes(op="placeholder"):
-        path = node.meta["path"]
-        if node.meta["kind"] == "argument":
-            given = exported.arguments[path]
-            # Zeros are right for indices, too.
-            made = torch.zeros(given.example, dtype=given.torch_dtype, device=exported.device)
-            inputs.append(made.requires_grad_(given.requires_grad))
-        else:
-            held = exported.tensors[path]
-            is_parameter = isinstance(held, torch.nn.Parameter)
-            inputs.append(held if is_parameter else held.clone())
-    return inputs
 
 
 class _Measuring(fx.Interpreter):

@@ -22,8 +22,9 @@ from gradsplit.compile_core.export.exported import Exported
 from gradsplit.compile_core.export.structures import build
 from gradsplit.compile_core.interface import api
 from gradsplit.compile_core.interface.module_compilers import CompileRequest
+from gradsplit.distributed.pipeline.example_inputs import devices_of, example_inputs, made
 from gradsplit.distributed.pipeline.graph_facts import GraphFacts
-from gradsplit.distributed.pipeline.node_costs import across_cuts, devices_of, example_inputs
+from gradsplit.distributed.pipeline.node_costs import across_cuts
 from gradsplit.distributed.pipeline.split_graph import split_graph
 from gradsplit.distributed.pipeline.stage_programs import StageProgram
 
@@ -39,23 +40,33 @@ _WARM_UP, _REPEATS = 3, 12
 
 
 def seconds_as_compiled(
-    exported: Exported, facts: GraphFacts, seconds: Sequence[float], num_stages: int
+    exported: Exported,
+    facts: GraphFacts,
+    call: Sequence[torch.Tensor],
+    seconds: Sequence[float],
+    num_stages: int,
 ) -> list[float]:
     """Of one microbatch's forward and backward of each node, as its share of the compiled piece that it is in.
 
     Args:
+        call: of one microbatch; see ``example_call``.
         seconds: of nodes one by one, which tell what share of a piece each is.
     """
     cuts = _narrow_cuts(facts, seconds, sum(seconds) / (_PIECES_A_STAGE * num_stages))
-    pieces = split_graph(exported, facts, cuts, seconds, 1).stages
+    split = split_graph(exported, facts, cuts, seconds, 1)
     known: dict[tuple[Any, ...], float | None] = {}
     found = [*seconds]
     factors = []
     left = []
-    for piece, (first, end) in zip(pieces, pairwise([0, *cuts, len(facts.nodes)]), strict=True):
+    ends = pairwise([0, *cuts, len(facts.nodes)])
+    for piece, own, (first, end) in zip(split.stages, split.layout.stages, ends, strict=True):
         shape = _shape_of(piece)
         if shape not in known and len(known) < _MOST_COMPILED:
-            known[shape] = _measure(piece)
+            given = [
+                call[-1 - edge] if edge < 0 else made(argument, piece.device)
+                for edge, argument in zip(own.inputs, piece.arguments, strict=True)
+            ]
+            known[shape] = _measure(piece, given)
         measured, alone = known.get(shape), sum(seconds[first:end])
         if measured is None or not alone:
             left.append((first, end))
@@ -69,11 +80,16 @@ def seconds_as_compiled(
     return found
 
 
-def seconds_of_loss(exported: Exported, loss_fn: Callable[[Any, Any], torch.Tensor], target: Any) -> float:
+def seconds_of_loss(
+    exported: Exported,
+    call: Sequence[torch.Tensor],
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+    target: Any,
+) -> float:
     """Of one microbatch's loss, compiled, and its gradient."""
-    with torch.no_grad():
-        call = example_inputs(exported)
-        results = fx.Interpreter(fx.GraphModule({}, exported.graph)).run(*call)
+    with torch.no_grad(), torch.random.fork_rng(devices_of(exported)):
+        given = example_inputs(exported, call)
+        results = fx.Interpreter(fx.GraphModule({}, exported.graph)).run(*given)
     output = tree_map_only(
         torch.Tensor,
         lambda result: result.detach().requires_grad_(result.is_floating_point()),
@@ -123,9 +139,9 @@ def _shape_of(piece: Exported) -> tuple[Any, ...]:
     return tuple(described)
 
 
-def _measure(piece: Exported) -> float | None:
+def _measure(piece: Exported, call: Sequence[torch.Tensor]) -> float | None:
     """Seconds of its compiled forward and backward; None if it cannot be run alone."""
-    inputs = example_inputs(piece)
+    inputs = example_inputs(piece, call)
     is_weight = [node.meta["kind"] == "parameter" for node in piece.graph.find_nodes(op="placeholder")]
     leaves = [tensor for tensor in inputs if tensor.requires_grad]
     program = StageProgram(piece.graph, is_weight, CompileRequest.of(True, None, None, None, None))
@@ -134,7 +150,7 @@ def _measure(piece: Exported) -> float | None:
         results = [result for result in program(inputs) if isinstance(result, torch.Tensor)]
         results = [result for result in results if result.requires_grad]
         if results and leaves:
-            seeds = [torch.ones_like(result) for result in results]
+            seeds = [torch.randn_like(result) for result in results]
             torch.autograd.grad(results, leaves, seeds, allow_unused=True)
 
     try:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 import gradsplit
+from gradsplit.compile_core.export.exported import Exported
 from gradsplit.distributed import export_pipeline
 from gradsplit.distributed.pipeline import piece_costs
+from gradsplit.distributed.pipeline.example_inputs import example_call
 from gradsplit.distributed.pipeline.graph_facts import examine
 
 
@@ -25,15 +28,16 @@ def test_pieces_that_are_alike_are_timed_once(monkeypatch: pytest.MonkeyPatch) -
     """Each node costs its share of the piece that it is in, by what it costs alone."""
     timed = []
 
-    def measure(piece: gradsplit.compile_core.export.exported.Exported) -> float:
+    def measure(piece: Exported, call: Sequence[Tensor]) -> float:
+        assert [tuple(tensor.shape) for tensor in call] == [argument.example for argument in piece.arguments]
         timed.append(piece)
         return 1.0
 
     monkeypatch.setattr(piece_costs, "_measure", measure)
     model = nn.Sequential(*(Layer() for _ in range(6)))
     exported = gradsplit.export(model, (torch.randn(4, 8),))
-    facts = examine(exported)
-    found = piece_costs.seconds_as_compiled(exported, facts, [0.1] * len(facts.nodes), 1)
+    facts, call = examine(exported), example_call(exported, (), {})
+    found = piece_costs.seconds_as_compiled(exported, facts, call, [0.1] * len(facts.nodes), 1)
     layer = len(facts.nodes) // 6
     # The first is cut where only its input crosses, which each stage could read; the others end with their sum.
     assert len(timed) == 3
@@ -41,17 +45,19 @@ def test_pieces_that_are_alike_are_timed_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_cannot_be_timed_costs_what_the_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(piece_costs, "_measure", lambda piece: 2.0 if len(piece.graph.nodes) == 13 else None)
+    monkeypatch.setattr(
+        piece_costs, "_measure", lambda piece, call: 2.0 if len(piece.graph.nodes) == 13 else None
+    )
     exported = gradsplit.export(nn.Sequential(*(Layer() for _ in range(6))), (torch.randn(4, 8),))
-    facts = examine(exported)
-    found = piece_costs.seconds_as_compiled(exported, facts, [0.1] * len(facts.nodes), 1)
+    facts, call = examine(exported), example_call(exported, (), {})
+    found = piece_costs.seconds_as_compiled(exported, facts, call, [0.1] * len(facts.nodes), 1)
     assert found == pytest.approx([0.4] * len(facts.nodes))
 
 
 def test_pieces_run_as_programs() -> None:
     exported = gradsplit.export(Layer(), (torch.randn(4, 8),))
-    facts = examine(exported)
-    found = piece_costs.seconds_as_compiled(exported, facts, [0.1] * len(facts.nodes), 1)
+    facts, call = examine(exported), example_call(exported, (), {})
+    found = piece_costs.seconds_as_compiled(exported, facts, call, [0.1] * len(facts.nodes), 1)
     assert sum(found) < 0.1
 
 

@@ -1,0 +1,48 @@
+"""What an exported graph is timed with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from gradsplit.compile_core.export.conditions import ExportedTensor
+from gradsplit.compile_core.export.exported import Exported
+from gradsplit.distributed.pipeline.call_arguments import read_call
+
+
+def example_call(exported: Exported, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors of a call, by position among ``exported.arguments``; those that it lacks are made.
+
+    Those of the user tell the most: equal indices, for one, make the gradient of an embedding slow.
+    """
+    given = read_call(exported, args, kwargs)
+    return [given.get(k, made(argument, exported.device)) for k, argument in enumerate(exported.arguments)]
+
+
+def made(argument: ExportedTensor, device: str) -> torch.Tensor:
+    """A tensor as it was exported: zeros of integers, which are right for indices; else random numbers, since a GPU
+    multiplies zeros faster."""
+    made = torch.zeros(argument.example, dtype=argument.torch_dtype, device=device)
+    if made.is_floating_point():
+        made.normal_()
+    return made.requires_grad_(argument.requires_grad)
+
+
+def example_inputs(exported: Exported, call: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What its graph is called with: parameters, copies of buffers and constants, and the tensors of a call."""
+    inputs: list[torch.Tensor] = []
+    for node in exported.graph.find_nodes(op="placeholder"):
+        path = node.meta["path"]
+        if node.meta["kind"] == "argument":
+            inputs.append(call[path].detach().requires_grad_(exported.arguments[path].requires_grad))
+        else:
+            held = exported.tensors[path]
+            inputs.append(held if isinstance(held, torch.nn.Parameter) else held.clone())
+    return inputs
+
+
+def devices_of(exported: Exported) -> list[str]:
+    """The GPU that it is on, if any."""
+    return [] if exported.device == "cpu" else [exported.device]
