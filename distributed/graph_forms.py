@@ -30,7 +30,7 @@ _MOST_FORMS = 256
 
 
 @dataclass(frozen=True)
-class _Form:
+class _GraphForm:
     parameters: tuple[Any, ...]
     hooked: frozenset[str]
     program: Any
@@ -59,7 +59,7 @@ class GraphForms:
         self._request = request
         self._planner = planner
         self._agreement = agreement
-        self._forms: list[_Form] = []
+        self._forms: list[_GraphForm] = []
         positions = [k for k, given in enumerate(inputs) if isinstance(given, torch.nn.Parameter)]
         self._pick_parameters = picker(positions)
         self._form_for(inputs)
@@ -97,7 +97,7 @@ class GraphForms:
             self._request.failures_of(self._captured, inputs).compiling(),
         ):
             program = self._compile(inputs)
-        self._forms.append(_Form(parameters, hooked, program))
+        self._forms.append(_GraphForm(parameters, hooked, program))
         return program
 
     def _compile(self, inputs: Sequence[Any]) -> Any:

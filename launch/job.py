@@ -19,7 +19,7 @@ from types import FrameType
 from gradsplit.launch import job_record
 from gradsplit.launch.errors import LAUNCHER_GONE, LOST_EXIT_CODE, LaunchError
 from gradsplit.launch.failure import how_it_ended, ranges
-from gradsplit.launch.job_record import JobRecord, Outcome
+from gradsplit.launch.job_record import JobOutcome, JobRecord
 from gradsplit.launch.launch_spec import LaunchSpec
 from gradsplit.launch.lone_world import LoneWorld
 from gradsplit.launch.mpi_environment import find_mpi
@@ -129,7 +129,7 @@ class _MpiexecEnd:
     """Of the signal that ended us; None without one."""
 
 
-def _outcome(record: JobRecord, ended_s: float, end: _MpiexecEnd, mpiexec: Path) -> Outcome:
+def _outcome(record: JobRecord, ended_s: float, end: _MpiexecEnd, mpiexec: Path) -> JobOutcome:
     """Return how the job ended, none of whose ranks runs any more, and whose ``mpiexec`` ended at ``ended_s``."""
     outcome = record.outcome(ended_s)
     if record.has_ended() and outcome is not None:
@@ -140,18 +140,18 @@ def _outcome(record: JobRecord, ended_s: float, end: _MpiexecEnd, mpiexec: Path)
         machine, first = gone
         message = LAUNCHER_GONE.format(f"{machine}, rank {ranges(first)},")
         before = "" if outcome is None else f"{outcome.message}\n"
-        return Outcome(ended_s, LOST_EXIT_CODE, f"{before}launch: {message}; the other ranks were ended")
+        return JobOutcome(ended_s, LOST_EXIT_CODE, f"{before}launch: {message}; the other ranks were ended")
     if outcome is not None:
         return outcome
     unknown = record.lacks_end()
     if not (end.status or unknown):  # Rank 0 was on a machine that does not see the record, and all is well.
-        return Outcome(ended_s, 0, "")
+        return JobOutcome(ended_s, 0, "")
     how = "did not end by itself" if end.stayed else how_it_ended(end.status)
     meanwhile = (
         " while the ranks ran; none of them had failed, and all were ended" if record.has_begun() else ""
     )
     exit_code = end.status if end.status >= 0 else 128 - end.status
-    return Outcome(
+    return JobOutcome(
         ended_s,
         LOST_EXIT_CODE if end.stayed else exit_code or int(unknown),
         f"launch: {mpiexec} {how}{meanwhile}",

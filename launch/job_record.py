@@ -21,7 +21,7 @@ _BEGUN, _LEFT, _GONE, _FAILED, _END = "begun_", "left_", "gone_", "failed_", "en
 
 
 @dataclass(frozen=True, order=True)
-class Outcome:
+class JobOutcome:
     """How the job ended, or would have: ordered by time."""
 
     time_s: float
@@ -53,11 +53,11 @@ class JobRecord:
         """Called for a supervisor that has ended, however it did."""
         self._note_time(f"{_GONE}{rank}")
 
-    def note_failure(self, rank: int, outcome: Outcome | None) -> None:
+    def note_failure(self, rank: int, outcome: JobOutcome | None) -> None:
         """Note that a process of supervisor ``rank`` has failed; None takes it back, for the group starts again."""
         self._write(f"{_FAILED}{rank}", outcome)
 
-    def note_end(self, outcome: Outcome) -> None:
+    def note_end(self, outcome: JobOutcome) -> None:
         """Note how the job has ended: what all ranks have agreed on."""
         self._write(_END, outcome)
 
@@ -108,7 +108,7 @@ class JobRecord:
         """Return whether rank 0, which would have noted an end here, has not: something ended it."""
         return 0 in self._begun() and not self.has_ended()
 
-    def outcome(self, until_s: float) -> Outcome | None:
+    def outcome(self, until_s: float) -> JobOutcome | None:
         """Return how the job ended, or else its first failure until ``until_s``; None where the ranks say nothing."""
         if self.has_ended():
             return self._read(self._folder / _END)
@@ -140,7 +140,7 @@ class JobRecord:
                     pass  # No locks here.
         return running
 
-    def _write(self, name: str, outcome: Outcome | None) -> None:
+    def _write(self, name: str, outcome: JobOutcome | None) -> None:
         if outcome is None:
             (self._folder / name).unlink(missing_ok=True)
             return
@@ -152,5 +152,5 @@ class JobRecord:
         unfinished.replace(self._folder / name)
 
     @staticmethod
-    def _read(file: Path) -> Outcome:
-        return Outcome(*json.loads(file.read_text()))
+    def _read(file: Path) -> JobOutcome:
+        return JobOutcome(*json.loads(file.read_text()))

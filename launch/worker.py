@@ -24,7 +24,7 @@ from gradsplit.launch.devices import bound_to_one_device, list_gpus
 from gradsplit.launch.entry import check_entry
 from gradsplit.launch.errors import USAGE_EXIT_CODE, LaunchError, RankLostError, let_rank_0_print
 from gradsplit.launch.failure import Failure, report
-from gradsplit.launch.job_record import JobRecord, Outcome
+from gradsplit.launch.job_record import JobOutcome, JobRecord
 from gradsplit.launch.launch_spec import LaunchSpec
 from gradsplit.launch.mpi_variables import mpi_rank
 from gradsplit.launch.mpi_world import join_world
@@ -179,7 +179,7 @@ def _run_attempts(
     def note(failure: Failure) -> None:
         if record is not None:
             text = report(failure, placements[failure.rank])
-            record.note_failure(world.rank, Outcome(failure.time_s, failure.exit_code, text))
+            record.note_failure(world.rank, JobOutcome(failure.time_s, failure.exit_code, text))
 
     processes = len(placements) // world.size
     own = placements[world.rank * processes :][:processes]
@@ -245,7 +245,7 @@ def _compare_machines(
 def _end(record: JobRecord | None, exit_code: int, message: str = "") -> None:
     """Called by rank 0 when it knows how the job ends, and before anybody leaves MPI: that may fail."""
     if record is not None:
-        record.note_end(Outcome(time.time(), exit_code, message))
+        record.note_end(JobOutcome(time.time(), exit_code, message))
     elif message:
         print(message, file=sys.stderr, flush=True)
 

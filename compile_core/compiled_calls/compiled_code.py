@@ -81,7 +81,7 @@ _recent: collections.deque[CompiledCode] = collections.deque(maxlen=_RECENT)
 _living: weakref.WeakSet[CompiledCode] = weakref.WeakSet()
 
 
-class Programs:
+class ProgramsByCode:
     """What was compiled under the same settings, by code objects. Each lives as long as somebody uses it, and where
     ``kept``, because it belongs to no module, a while longer."""
 
@@ -128,7 +128,7 @@ class CompiledCode:
     """
 
     def __init__(
-        self, programs: Programs, target: Target, name: str, parent: CompiledCode | None = None
+        self, programs: ProgramsByCode, target: Target, name: str, parent: CompiledCode | None = None
     ) -> None:
         self.programs = programs
         self.settings = programs.settings

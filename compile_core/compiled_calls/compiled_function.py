@@ -29,7 +29,7 @@ from gradsplit.compile_core.compiled_calls.call_targets import (
     shown_name,
 )
 from gradsplit.compile_core.compiled_calls.capture_findings import CompileGraph, Settings
-from gradsplit.compile_core.compiled_calls.compiled_code import CompiledCode, Programs, forget_all
+from gradsplit.compile_core.compiled_calls.compiled_code import CompiledCode, ProgramsByCode, forget_all
 from gradsplit.compile_core.compiled_calls.entry_table import Entry, EntryTable
 from gradsplit.compile_core.compiled_calls.hooked_modules import has_hooks
 from gradsplit.compile_core.errors import Unsupported
@@ -84,13 +84,13 @@ class CompiledFunction(Compiled):
         cache_limit: int | None = None,
         observer: Observer | None = None,
         modules_apart: ModulesApart | None = None,
-        programs: Programs | None = None,
+        programs: ProgramsByCode | None = None,
     ) -> None:
         fn = original_of(fn)
         self.original = fn
         apart = modules_apart or ModulesApart()
         settings = Settings(compile_graph, fullgraph, dynamic, cache_limit, observer, apart)
-        self._programs = programs or Programs(settings)
+        self._programs = programs or ProgramsByCode(settings)
         self._called_forward = CalledForward(fn) if isinstance(fn, torch.nn.Module) else None
         self._forms: list[_Form] = []
         self._take(find_target(fn))

@@ -15,7 +15,7 @@ from gradsplit.compile_core.backends.registry import DEFAULT_BACKEND, GraphBacke
 from gradsplit.compile_core.capture.directives import compiled_by_torch, leave_alone
 from gradsplit.compile_core.capture.numpy_arrays.numpy_wrapper import form_of_torchs_wrapper
 from gradsplit.compile_core.compiled_calls.capture_findings import Settings
-from gradsplit.compile_core.compiled_calls.compiled_code import Programs
+from gradsplit.compile_core.compiled_calls.compiled_code import ProgramsByCode
 from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
 from gradsplit.compile_core.compiled_calls.compiled_module import CompiledModule, wrap_module
 from gradsplit.compile_core.errors import Unsupported
@@ -134,10 +134,10 @@ def _compile_plain(model: Callable[..., Any], request: CompileRequest) -> Compil
 
 
 # What was compiled for requests that are in use. Equal requests share it.
-_programs: list[tuple[CompileRequest, weakref.ref[Programs]]] = []
+_programs: list[tuple[CompileRequest, weakref.ref[ProgramsByCode]]] = []
 
 
-def _programs_of(request: CompileRequest) -> Programs:
+def _programs_of(request: CompileRequest) -> ProgramsByCode:
     """What was compiled for equal requests; a CUDA graph belongs to the memory of who calls it, and is not shared."""
     if request.options.cuda_graphs:
         return _new_programs(request)
@@ -151,7 +151,7 @@ def _programs_of(request: CompileRequest) -> Programs:
     return made
 
 
-def _new_programs(request: CompileRequest) -> Programs:
+def _new_programs(request: CompileRequest) -> ProgramsByCode:
     backend, cache_limit = request.backend, request.options.cache_size_limit
 
     def compile_captured(captured: CapturedGraph, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -170,7 +170,7 @@ def _new_programs(request: CompileRequest) -> Programs:
     )
     if isinstance(observer, CompileProfiler) and cache_limit is None:
         cache_limit = observer.cache_limit
-    return Programs(
+    return ProgramsByCode(
         Settings(
             compile_captured,
             request.fullgraph,

@@ -61,7 +61,7 @@ class Computed:
 
 
 @dataclass(frozen=True)
-class Reference:
+class NodeReference:
     """In the place of a node among arguments: its position in the graph."""
 
     position: int
@@ -101,7 +101,7 @@ class OpenGraph:
 
         def described(leaf: Any) -> Any:
             if isinstance(leaf, Node):
-                return Reference(positions[leaf])
+                return NodeReference(positions[leaf])
             return _described(leaf) if isinstance(leaf, torch.SymInt) else leaf
 
         return OpenGraph(
@@ -265,6 +265,6 @@ def _described(value: Any) -> Any:
 
 def _resolved(leaf: Any, made: Any, binding: _Binding) -> Any:
     """A leaf of a node's arguments in the graph that is made."""
-    if isinstance(leaf, Reference):
+    if isinstance(leaf, NodeReference):
         return made[leaf.position]
     return binding.size(leaf) if isinstance(leaf, sympy.Expr) else leaf

@@ -32,13 +32,13 @@ from gradsplit.compile_core.ir.regions import graph_inputs, graph_results
 logger = logging.getLogger(__name__)
 
 
-class Programs(Protocol):
+class StaticPrograms(Protocol):
     """What a partitioned graph without open sizes was compiled to."""
 
     def __call__(self, *inputs: Any) -> Sequence[torch.Tensor]: ...
 
 
-CompilePrograms = Callable[[PartitionedGraph, Sequence[Any]], Programs]
+CompilePrograms = Callable[[PartitionedGraph, Sequence[Any]], StaticPrograms]
 
 
 class GraphOfManySizes:
@@ -67,7 +67,7 @@ class GraphOfManySizes:
         self._floats = floats
         self._fallback = fallback
         self._must_compile = must_compile
-        self._compiled: OrderedDict[tuple[Any, ...], Programs] = OrderedDict()
+        self._compiled: OrderedDict[tuple[Any, ...], StaticPrograms] = OrderedDict()
         examples = [node.meta["val"] for node in graph_inputs(partitioned.forward)]
         self._reader = SizeReader(examples)
         self._integers = {k for k, example in enumerate(examples) if isinstance(example, torch.SymInt)}
@@ -89,7 +89,7 @@ class GraphOfManySizes:
         """Whether nothing needs to be compiled for the sizes of these inputs."""
         return self._reader.values(inputs) in self._compiled
 
-    def compiled_for(self, inputs: Sequence[Any]) -> Programs | None:
+    def compiled_for(self, inputs: Sequence[Any]) -> StaticPrograms | None:
         """What is compiled for the sizes of these inputs; None where torch's own kernels must run them."""
         sizes = self._reader.values(inputs)
         with self._lock:

@@ -23,7 +23,12 @@ from gradsplit.compile_core.ir.graphs import PartitionedGraph
 from gradsplit.compile_core.ir.kept_calls import KeptCall
 from gradsplit.compile_core.ir.regions import graph_inputs, graph_results
 from gradsplit.compile_core.runtime.executable import Executable
-from gradsplit.compile_core.runtime.graphed_program import MOST_AT_ONCE, GraphedProgram, Recorder, Source
+from gradsplit.compile_core.runtime.graphed_program import (
+    MOST_AT_ONCE,
+    GraphedProgram,
+    RecordedSource,
+    Recorder,
+)
 from gradsplit.compile_core.runtime.recorded_segments import GraphedBackward, SegmentRecorder, StoringProgram
 
 logger = logging.getLogger(__name__)
@@ -168,11 +173,11 @@ def graph_programs(
     return graphed, GraphedBackward(storing, graphed_backward) if storing else graphed_backward
 
 
-def saved_source(graph: PartitionedGraph, forward: GraphedProgram) -> Source:
+def saved_source(graph: PartitionedGraph, forward: GraphedProgram) -> RecordedSource:
     """What a program that takes the inputs of the backward of ``graph`` reads of the forward's results."""
     primals = {node.name for node in graph_inputs(graph.forward)}
     computed = [position for position, name in enumerate(graph.saved) if name not in primals]
-    return Source(forward, {position: graph.num_outputs + k for k, position in enumerate(computed)})
+    return RecordedSource(forward, {position: graph.num_outputs + k for k, position in enumerate(computed)})
 
 
 def reason_against(module: torch.fx.GraphModule) -> str:

@@ -185,7 +185,7 @@ class Recording:
 _living: weakref.WeakSet[Recording] = weakref.WeakSet()
 
 
-class Source:
+class RecordedSource:
     """What a program reads of another one's results: a backward of its forward's.
 
     Args:
@@ -262,7 +262,7 @@ class GraphedProgram:
         uncounted: Container[int] = (),
         copied_in: Iterable[int] = (),
         copied_out: Iterable[int] = (),
-        sources: Iterable[Source] = (),
+        sources: Iterable[RecordedSource] = (),
         at_once: int = MOST_AT_ONCE,
     ) -> None:
         self._name = name

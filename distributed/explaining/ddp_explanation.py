@@ -19,7 +19,7 @@ _WIDTH = 140
 
 
 @dataclass(frozen=True)
-class Segment:
+class ExplainedSegment:
     """A region of a compiled backward.
 
     Attributes:
@@ -56,7 +56,7 @@ class DDPExplanation:
     plan: BucketPlan | None = None
     stock_plan: BucketPlan | None = None
     reasons: tuple[str, ...] = ()
-    segments: tuple[Segment, ...] = ()
+    segments: tuple[ExplainedSegment, ...] = ()
     ready_ms: Mapping[str, float] | None = None
     predicted: Timeline | None = None
     measured: Timeline | None = None
@@ -132,7 +132,7 @@ def _size(bucket: Bucket | None) -> tuple[str, str]:
     return ("", "") if bucket is None else (format_bytes(bucket.bytes), str(len(bucket.parameters)))
 
 
-def _segment_table(segments: Sequence[Segment]) -> Table:
+def _segment_table(segments: Sequence[ExplainedSegment]) -> Table:
     table = Table("segment", "compute ms", "completes", title="Segments", title_justify="left")
     for segment in segments:
         table.add_row(segment.name, f"{segment.compute_ms:.2f}", _shown(segment.gradients))

@@ -20,9 +20,9 @@ from gradsplit.compile_core.interface.api import compile
 from gradsplit.compile_core.torch_facts.process_groups import find_tensors
 from gradsplit.distributed.compile_ddp import CompiledDDP, inspect_ddp
 from gradsplit.distributed.ddp_module import process_group
-from gradsplit.distributed.explaining.ddp_explanation import DDPExplanation, Segment
+from gradsplit.distributed.explaining.ddp_explanation import DDPExplanation, ExplainedSegment
 from gradsplit.distributed.explaining.record_timeline import (
-    Recorder,
+    TimelineRecorder,
     labelled_backwards,
     record_timeline,
 )
@@ -99,7 +99,7 @@ def _explanation_of_reducer(runner: CompiledDDP) -> DDPExplanation:
     )
 
 
-def _explanation(runner: CompiledDDP, recorder: Recorder) -> DDPExplanation:
+def _explanation(runner: CompiledDDP, recorder: TimelineRecorder) -> DDPExplanation:
     plan, chosen, costs = runner.plan, runner.merge_plan, runner.costs
     measured = recorder.timeline()
     assert plan is not None
@@ -115,7 +115,7 @@ def _explanation(runner: CompiledDDP, recorder: Recorder) -> DDPExplanation:
     )
 
 
-def _segments(runner: CompiledDDP, measured: Timeline) -> tuple[Segment, ...]:
+def _segments(runner: CompiledDDP, measured: Timeline) -> tuple[ExplainedSegment, ...]:
     """Those that ran, in order."""
     stores = {
         label + compute.name: tuple(compute.destinations.values())
@@ -127,7 +127,7 @@ def _segments(runner: CompiledDDP, measured: Timeline) -> tuple[Segment, ...]:
         key=lambda interval: interval.start_s,
     )
     return tuple(
-        Segment(interval.label, stores[interval.label], 1e3 * (interval.end_s - interval.start_s))
+        ExplainedSegment(interval.label, stores[interval.label], 1e3 * (interval.end_s - interval.start_s))
         for interval in ran
     )
 

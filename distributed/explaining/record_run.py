@@ -15,7 +15,7 @@ from gradsplit.compile_core.interface.module_compilers import CompileRequest
 from gradsplit.compile_core.observe import measure_steps
 from gradsplit.compile_core.run_record import is_recording, record
 from gradsplit.distributed.compile_ddp import CompiledDDP
-from gradsplit.distributed.explaining.record_timeline import Recorder, record_timeline
+from gradsplit.distributed.explaining.record_timeline import TimelineRecorder, record_timeline
 
 # The plan is settled by then, or is not going to be; and the step that is profiled is over.
 _FIRST_STEP, _LAST_STEP = 8, 20
@@ -38,7 +38,7 @@ class _RecordedRun:
         self._compiled = weakref.ref(compiled)
         self._names = [name for name, _ in compiled.ddp.module.named_parameters()]
         self._recording: ExitStack | None = None
-        self._recorder: Recorder | None = None
+        self._recorder: TimelineRecorder | None = None
         self._is_done = False
 
     def at_step(self, step: int) -> None:

@@ -18,7 +18,7 @@ from gradsplit.distributed.clocks import Clock, DeviceClock, HostClock
 from gradsplit.distributed.compile_ddp import CompiledDDP, inspect_ddp
 
 
-class Recorder:
+class TimelineRecorder:
     """Notes what a device computes and reduces, by marks of its clock; seconds are counted from its first mark."""
 
     _one_at_a_time: bool  # an all-reduce begins when the one before it has ended
@@ -66,7 +66,7 @@ class Recorder:
         return self._clock.seconds(self._origin, mark)
 
 
-class HostRecorder(Recorder):
+class HostRecorder(TimelineRecorder):
     """For CPU tensors. A thread waits for each all-reduce and notes when it ended.
 
     A callback on the work would be simpler, but the process group's thread would then own Python objects, and a process
@@ -94,7 +94,7 @@ class HostRecorder(Recorder):
             self._spans.append(("all_reduce", f"bucket {bucket}", starting, self._clock.mark(), size_bytes))
 
 
-class DeviceRecorder(Recorder):
+class DeviceRecorder(TimelineRecorder):
     """For CUDA tensors: marks on the compute stream, and on a stream of its own that waits for each all-reduce."""
 
     _one_at_a_time = True
@@ -136,7 +136,7 @@ def labelled_backwards(runner: CompiledDDP) -> dict[str, Executable]:
 
 
 @contextmanager
-def record_timeline(compiled: Any) -> Iterator[Recorder]:
+def record_timeline(compiled: Any) -> Iterator[TimelineRecorder]:
     """Records the backwards that run inside the context; afterwards the recorder's ``timeline()`` has them.
 
     Args:
@@ -156,7 +156,7 @@ def record_timeline(compiled: Any) -> Iterator[Recorder]:
     if buckets.observer is not None:
         raise CompileError("the module is being recorded already: leave that context first")
     on_gpu = buckets.device.type == "cuda"
-    recorder: Recorder = DeviceRecorder(buckets.device) if on_gpu else HostRecorder()
+    recorder: TimelineRecorder = DeviceRecorder(buckets.device) if on_gpu else HostRecorder()
     backwards = labelled_backwards(runner)
     buckets.observer = recorder
     for label, backward in backwards.items():

@@ -22,7 +22,7 @@ from gradsplit.compile_core.ir.regions import build_region, graph_inputs, graph_
 from gradsplit.compile_core.ir.schedule import Compute, Schedule
 from gradsplit.compile_core.runtime.cuda_graphs import saved_source
 from gradsplit.compile_core.runtime.executable import Region, link
-from gradsplit.compile_core.runtime.graphed_program import GraphedProgram, Source
+from gradsplit.compile_core.runtime.graphed_program import GraphedProgram, RecordedSource
 from gradsplit.compile_core.torch_facts.dispatcher import is_random
 
 _INPUTS, _WEIGHTS = "backward_inputs", "backward_weights"
@@ -194,7 +194,9 @@ def _graphed(
     taken = len(graph_inputs(graph.backward))
     saved = saved_source(graph, forward)
 
-    def graphed(name: str, program: Program, num_visible: int, hides: bool, sources: Sequence[Source]) -> Any:
+    def graphed(
+        name: str, program: Program, num_visible: int, hides: bool, sources: Sequence[RecordedSource]
+    ) -> Any:
         return GraphedProgram(
             name,
             program,
@@ -209,7 +211,7 @@ def _graphed(
     recorded, sources = None, [saved]
     if first is not None:
         recorded = graphed("CUDA graph of input gradients", first, early, second is not None, sources)
-        sources = [saved, Source(recorded, {taken + k: early + k for k in range(handed_on)})]
+        sources = [saved, RecordedSource(recorded, {taken + k: early + k for k in range(handed_on)})]
     if second is not None:
         second = graphed("CUDA graph of weight gradients", second, late, False, sources)
     return recorded, second

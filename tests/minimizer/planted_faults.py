@@ -205,7 +205,7 @@ _at_run(
 def _pass(name: str, wrong: Callable[[Any], Any], needs: Callable[[Tensor], Tensor], level: int) -> None:
     """A pass (the first word of the name) makes something else."""
 
-    def changed(row: passes.Pass[Any, Any]) -> passes.Pass[Any, Any]:
+    def changed(row: passes.NestPass[Any, Any]) -> passes.NestPass[Any, Any]:
         return replace(row, run=lambda graph, choices: wrong(row.run(graph, choices)))
 
     def plant() -> None:

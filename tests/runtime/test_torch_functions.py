@@ -17,7 +17,7 @@ from gradsplit.compile_core.toolchain.cpp_compiler import compiler
 INCLUDE = Path(torch.__file__).parent / "include"
 SHIMS = "torch/csrc/inductor/aoti_torch"
 OPCODES = {
-    guard_interpreter: torch_library.cpp_enum(guard_interpreter.Opcode),
+    guard_interpreter: torch_library.cpp_enum(guard_interpreter.GuardOpcode),
     region_interpreter: region_interpreter.OPCODES,
 }
 

@@ -68,7 +68,7 @@ class SeparateResults:
         """The outputs of the node of the call, as results of nodes of their own."""
         first = outputs[self.results[0]]
         # A node of torch's own keeps the call's alive: up to torch 2.11 holding that in Python does not.
-        call = _Call(first.grad_fn, first.view_as(first).grad_fn, len(outputs))
+        call = _SeparateCall(first.grad_fn, first.view_as(first).grad_fn, len(outputs))
         links = [
             (of, _link(call, of, positions, first.device, *[primals[k] for k in positions]))
             for of, positions in self.groups
@@ -109,7 +109,7 @@ class _Everything:
         return [*self.saved]
 
 
-class _Call:
+class _SeparateCall:
     def __init__(self, node: Any, owner: Any, count: int) -> None:
         self.node, self.owner = node, owner
         self.count = count
@@ -173,7 +173,7 @@ class _Inputs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: _Call,
+        call: _SeparateCall,
         of: frozenset[int],
         positions: tuple[int, ...],
         device: torch.device,
@@ -190,10 +190,10 @@ class _Inputs(torch.autograd.Function):
         return (None, None, None, None, *ctx.call.gradients(ctx.of, ctx.positions))
 
 
-class _Result(torch.autograd.Function):
+class _SeparateResult(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, call: _Call, result: int, output: tuple[torch.Tensor], *links: torch.Tensor
+        ctx: Any, call: _SeparateCall, result: int, output: tuple[torch.Tensor], *links: torch.Tensor
     ) -> torch.Tensor:
         ctx.call, ctx.result = call, result
         # Where a gradient lies decides on which thread the engine goes on with it.
@@ -211,4 +211,4 @@ class _Result(torch.autograd.Function):
 
 # See ``_apply`` of the node of the call.
 _link: Any = super(torch.autograd.Function, _Inputs).apply  # type: ignore[attr-defined]
-_separate: Any = super(torch.autograd.Function, _Result).apply  # type: ignore[attr-defined]
+_separate: Any = super(torch.autograd.Function, _SeparateResult).apply  # type: ignore[attr-defined]

@@ -64,7 +64,7 @@ def _rewritten(code: types.CodeType, compiled_form: CompiledForm, inner_function
         if not isinstance(item, bytecode.Instr):
             body.append(item)
             continue
-        write = _Writer(body, item, compiled_form, inner_functions)
+        write = _FrameWriter(body, item, compiled_form, inner_functions)
         instruction = decoded.instructions[index]
         if index in looked_up_below:
             write.map_at(looked_up_below[index])
@@ -76,7 +76,7 @@ def _rewritten(code: types.CodeType, compiled_form: CompiledForm, inner_function
     return assembled.to_code()
 
 
-class _Writer:
+class _FrameWriter:
     """Appends the instructions that take the place of one."""
 
     def __init__(

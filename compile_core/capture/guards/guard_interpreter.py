@@ -39,7 +39,7 @@ _TORCH_SYMBOLS = {
 }
 
 
-class Opcode(IntEnum):
+class GuardOpcode(IntEnum):
     """The first word of an instruction; see ``guard_program``. C++ gets these numbers when it is built."""
 
     ATTRIBUTE = 0
@@ -88,7 +88,7 @@ def guard_interpreter() -> GuardInterpreter | None:
 
 
 def _load() -> GuardInterpreter:
-    library = load_library(_SOURCE, _TORCH_SYMBOLS, cpp_enum(Opcode))
+    library = load_library(_SOURCE, _TORCH_SYMBOLS, cpp_enum(GuardOpcode))
     offset, conj, neg, zero = dispatch_keys_offset()
     ctypes.c_int64.in_dll(library, "gs_keys_offset").value = offset
     ctypes.c_uint64.in_dll(library, "gs_lazy_keys").value = conj | neg | zero

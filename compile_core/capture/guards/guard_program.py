@@ -24,7 +24,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gradsplit.compile_core.capture.guards.guard_interpreter import GuardInterpreter, Opcode
+from gradsplit.compile_core.capture.guards.guard_interpreter import GuardInterpreter, GuardOpcode
 from gradsplit.compile_core.capture.guards.source_writer import evaluate
 from gradsplit.compile_core.ir.captured import CapturedFrame, Guard
 from gradsplit.compile_core.ir.sources import (
@@ -42,18 +42,18 @@ from gradsplit.compile_core.toolchain.torch_library import device_codes, dtype_c
 
 # Conditions on one source and the guard's last constant.
 _AGAINST_CONSTANT = {
-    "type": Opcode.TYPE,
-    "identity": Opcode.IDENTITY,
-    "equal": Opcode.EQUAL,
-    "keys": Opcode.KEYS,
-    "present": Opcode.PRESENT,
-    "absent": Opcode.ABSENT,
-    "all_false": Opcode.ALL_FALSE,
+    "type": GuardOpcode.TYPE,
+    "identity": GuardOpcode.IDENTITY,
+    "equal": GuardOpcode.EQUAL,
+    "keys": GuardOpcode.KEYS,
+    "present": GuardOpcode.PRESENT,
+    "absent": GuardOpcode.ABSENT,
+    "all_false": GuardOpcode.ALL_FALSE,
 }
 _BETWEEN_SOURCES = {
-    "same": Opcode.IDENTITY,
-    "distinct": Opcode.DISTINCT,
-    "apart": Opcode.APART,
+    "same": GuardOpcode.IDENTITY,
+    "distinct": GuardOpcode.DISTINCT,
+    "apart": GuardOpcode.APART,
 }
 _MAXIMUM_ARGUMENTS = 2048
 
@@ -96,14 +96,14 @@ class _ProgramWriter:
         elif guard.kind in _BETWEEN_SOURCES:
             self._words += (_BETWEEN_SOURCES[guard.kind], index, *operands)
         elif guard.kind == "length":
-            self._words += (Opcode.LENGTH, index, operands[0], guard.constants[0])
+            self._words += (GuardOpcode.LENGTH, index, operands[0], guard.constants[0])
         elif guard.kind == "tensor":
-            self._words += (Opcode.TENSOR, index, operands[0], *self._tensor_words(guard))
+            self._words += (GuardOpcode.TENSOR, index, operands[0], *self._tensor_words(guard))
         else:
             names = [f"v{number}" for number in range(len(operands))]
             constants = {f"c{k}": self._function_global(value) for k, value in enumerate(guard.constants)}
             function = self._function(names, guard.condition.format(*names, **constants))
-            self._words += (Opcode.EXPRESSION, index, function, len(operands), *operands)
+            self._words += (GuardOpcode.EXPRESSION, index, function, len(operands), *operands)
 
     def read(self, source: Source) -> int:
         """The operand that holds what a source holds."""
@@ -121,26 +121,26 @@ class _ProgramWriter:
     def _write_read(self, source: Source) -> None:
         if type(source) is GlobalSource:
             scope = self._constant(source.scope.value)
-            self._words += (Opcode.ITEM, scope, self._constant(source.name))
+            self._words += (GuardOpcode.ITEM, scope, self._constant(source.name))
             return
         bases = [self.read(base) for base in (source.base, source.key_source) if base is not None]
         if type(source) is AttributeSource and source.name == "__dict__" and source.base in self._plain:
-            self._words += (Opcode.INSTANCE_DICT, bases[0])
+            self._words += (GuardOpcode.INSTANCE_DICT, bases[0])
         elif type(source) is AttributeSource:
-            self._words += (Opcode.ATTRIBUTE, bases[0], self._constant(source.name))
+            self._words += (GuardOpcode.ATTRIBUTE, bases[0], self._constant(source.name))
         elif type(source) in (ItemSource, ModuleEntrySource):
             assert isinstance(source, (ItemSource, ModuleEntrySource))
-            self._words += (Opcode.ITEM, bases[0], self._constant(source.key))
+            self._words += (GuardOpcode.ITEM, bases[0], self._constant(source.key))
         else:
             names = [f"v{number}" for number in range(len(bases))]
             text = source.expression(names[0] if names else "", self._reference)
             function = self._function(names, text.replace("{key}", names[-1]) if source.key_source else text)
-            self._words += (Opcode.CALL, 0, function, len(bases), *bases)
+            self._words += (GuardOpcode.CALL, 0, function, len(bases), *bases)
 
     def finish(self, inputs: Sequence[Source]) -> tuple[bytes, tuple[Any, ...]]:
         """The program that returns these inputs, and its constants."""
         operands = [self.read(source) for source in inputs]
-        self._words += (Opcode.RETURN, len(operands), *operands)
+        self._words += (GuardOpcode.RETURN, len(operands), *operands)
         if self._functions:
             made = f"functions = ({''.join(f'{text}, ' for text in self._functions)})"
             for place, function in zip(

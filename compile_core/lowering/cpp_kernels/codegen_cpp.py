@@ -32,7 +32,7 @@ from gradsplit.compile_core.lowering.cpp_kernels.codegen_cpp_reductions import C
 from gradsplit.compile_core.lowering.cpp_kernels.scalar_cpp import memory_type, value_type
 from gradsplit.compile_core.lowering.nests.order_axes import parallel_axes, points, simplify
 from gradsplit.compile_core.lowering.nests.passes import (
-    Pass,
+    NestPass,
     analyse,
     buffers_of,
     statement_cost,
@@ -219,7 +219,7 @@ class _NestWriter:
             lines += [f"{self.body.staged_element(n)} = {element};", "}", "}"]
         return lines
 
-    def _before(self, step: Pass) -> list[str]:
+    def _before(self, step: NestPass) -> list[str]:
         """Values of the parallel axes that a pass and its successors read, and stores of such values."""
         fixed = [n for n in step.before if self.body.is_fixed(n)]
         arrays = [n for n in step.before if self.body.in_array(n)]
@@ -232,7 +232,7 @@ class _NestWriter:
             lines += self.body.section(sorted((*arrays, *columns)), self._block_loops(), tail, ())
         return lines
 
-    def _pass(self, step: Pass) -> list[str]:
+    def _pass(self, step: NestPass) -> list[str]:
         reductions = [self.body.reductions[n] for n in step.reduces]
         lines: list[str] = []
         for reduction in reductions:
@@ -251,7 +251,7 @@ class _NestWriter:
         return lines
 
     def _walk(
-        self, step: Pass, reductions: Sequence[CppReduction], bounds: Sequence[tuple[int, str, str]]
+        self, step: NestPass, reductions: Sequence[CppReduction], bounds: Sequence[tuple[int, str, str]]
     ) -> list[str]:
         """The loops of a pass over the reduced axes within ``bounds`` and the unit's blocks."""
         numbers = sorted((*step.values, *step.reduces, *step.stores))
@@ -287,7 +287,7 @@ class _NestWriter:
         opening.append(f"const int64_t to{axis} = {end} < {stop} ? {end} : {stop};")
         return Loop(None, header, tuple(opening), closing), axis_loop(axis, f"from{axis}", f"to{axis}")
 
-    def _split_walk(self, step: Pass, reductions: Sequence[CppReduction], axis: int) -> list[str]:
+    def _split_walk(self, step: NestPass, reductions: Sequence[CppReduction], axis: int) -> list[str]:
         """A pass whose chunks run in parallel; their totals are combined in the chunks' order."""
         extent, chunks, columns = self.nest.extents[axis], self.tiling.chunks, self.body.columns
         at, partial = ("[c]", f"[chunk * {columns} + c]") if self.body.by_column else ("", "[chunk]")
@@ -325,7 +325,7 @@ class _NestWriter:
         )
         return [*lines, *definition, f"bad |= {call};", combined]
 
-    def _outer_variables(self, step: Pass) -> list[Variable]:
+    def _outer_variables(self, step: NestPass) -> list[Variable]:
         """What a pass reads of the unit around it."""
         variables = list(self.pointers)
         for axis in range(self.parallel):

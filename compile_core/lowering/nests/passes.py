@@ -60,7 +60,7 @@ def statement_cost(statement: Statement) -> int:
 
 
 @dataclass(frozen=True)
-class Pass:
+class NestPass:
     """One walk over the reduced axes.
 
     Attributes:
@@ -98,7 +98,7 @@ class NestAnalysis:
     nest: LoopNest
     axes: tuple[frozenset[int], ...]
     levels: tuple[int, ...]
-    passes: tuple[Pass, ...]
+    passes: tuple[NestPass, ...]
 
     @property
     def reduced(self) -> frozenset[int]:
@@ -136,7 +136,7 @@ def analyse(nest: LoopNest, keep_limit: int) -> NestAnalysis:
     walked = NestAnalysis(nest, axes, levels, ())
     late = _stores_that_wait(nest, levels)
     last = max((*levels, 0)) if nest.body else 0
-    passes: list[Pass] = []
+    passes: list[NestPass] = []
     computed: set[int] = set()
     kept_overall: set[int] = set()
     for level in range(last + 1):
@@ -153,7 +153,7 @@ def analyse(nest: LoopNest, keep_limit: int) -> NestAnalysis:
         computed |= set(values)
         kept_overall |= set(kept)
         before = _before(walked, level, late, last)
-        passes.append(Pass(before, values, kept, (), reduces, stores))
+        passes.append(NestPass(before, values, kept, (), reduces, stores))
     return NestAnalysis(nest, axes, levels, _with_keeps(_without_unused(walked, passes)))
 
 
@@ -221,7 +221,7 @@ def _before(walked: NestAnalysis, level: int, late: frozenset[int], last: int) -
     )
 
 
-def _without_unused(walked: NestAnalysis, passes: list[Pass]) -> list[Pass]:
+def _without_unused(walked: NestAnalysis, passes: list[NestPass]) -> list[NestPass]:
     """Drops ``before`` values that nothing reads."""
     body = walked.nest.body
     used: set[int] = set()
@@ -237,8 +237,8 @@ def _without_unused(walked: NestAnalysis, passes: list[Pass]) -> list[Pass]:
     ]
 
 
-def _with_keeps(passes: list[Pass]) -> tuple[Pass, ...]:
-    finished: list[Pass] = []
+def _with_keeps(passes: list[NestPass]) -> tuple[NestPass, ...]:
+    finished: list[NestPass] = []
     wanted: set[int] = set()
     for step in reversed(passes):
         keeps = tuple(n for n in step.values if n in wanted)

@@ -20,7 +20,11 @@ from gradsplit.compile_core.ir.loops import LoopProgram, ProductNest, ProductTil
 from gradsplit.compile_core.ir.step_effects import reads, writes
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 from gradsplit.compile_core.lowering.build import generate, start_build
-from gradsplit.compile_core.lowering.products.fuse_products import Candidate, find_products, with_products
+from gradsplit.compile_core.lowering.products.fuse_products import (
+    ReplaceableSteps,
+    find_products,
+    with_products,
+)
 from gradsplit.compile_core.lowering.triton_kernels.build_triton import triton_version
 from gradsplit.compile_core.toolchain.disk_cache import DiskCache, content_key
 
@@ -87,7 +91,7 @@ def _power_of_two(size: int) -> int:
 
 
 def _tile_for(
-    candidate: Candidate, program: LoopProgram, cache_folder: Path, run_steps: RunSteps
+    candidate: ReplaceableSteps, program: LoopProgram, cache_folder: Path, run_steps: RunSteps
 ) -> ProductTile | None:
     product = candidate.product
     source = generate(product, program.buffers)

@@ -42,16 +42,16 @@ ANY_TILE = ProductTile(64, 64, 32, 3, 4)
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ReplaceableSteps:
     """Steps of a program, by position, that one product could replace; it stands at the last of them."""
 
     positions: tuple[int, ...]
     product: ProductNest
 
 
-def find_products(program: LoopProgram, precision: str, with_epilogues: bool) -> list[Candidate]:
+def find_products(program: LoopProgram, precision: str, with_epilogues: bool) -> list[ReplaceableSteps]:
     """The products of a program that a generated kernel could compute; no step is in two of them."""
-    found: list[Candidate] = []
+    found: list[ReplaceableSteps] = []
     for position, step in enumerate(program.steps):
         product = _as_product(step, position, program, precision) if isinstance(step, ExternCall) else None
         if product is None:
@@ -60,9 +60,9 @@ def find_products(program: LoopProgram, precision: str, with_epilogues: bool) ->
         joined = None if reader is None else _joined(product, program, reader)
         claimed = {other for candidate in found for other in candidate.positions}
         if joined is not None and reader is not None and reader not in claimed:
-            found.append(Candidate((position, reader), joined))
+            found.append(ReplaceableSteps((position, reader), joined))
         else:
-            found.append(Candidate((position,), product))
+            found.append(ReplaceableSteps((position,), product))
     return found
 
 
@@ -221,7 +221,7 @@ def _walk_of(
     return replace(access, strides=tuple(strides))
 
 
-def with_products(program: LoopProgram, chosen: Sequence[Candidate]) -> LoopProgram:
+def with_products(program: LoopProgram, chosen: Sequence[ReplaceableSteps]) -> LoopProgram:
     """The program in which the chosen products stand for the steps that they replace."""
     dropped = {position for candidate in chosen for position in candidate.positions}
     standing = {candidate.positions[-1]: candidate.product for candidate in chosen}

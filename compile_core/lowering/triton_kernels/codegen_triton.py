@@ -33,7 +33,13 @@ from gradsplit.compile_core.ir.loops import (
 )
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 from gradsplit.compile_core.lowering.nests.order_axes import parallel_axes, simplify
-from gradsplit.compile_core.lowering.nests.passes import NestAnalysis, Pass, analyse, buffers_of, value_dtypes
+from gradsplit.compile_core.lowering.nests.passes import (
+    NestAnalysis,
+    NestPass,
+    analyse,
+    buffers_of,
+    value_dtypes,
+)
 from gradsplit.compile_core.lowering.tiling.tiling_triton import MOST_TOGETHER, GpuTiling, tile_for_gpu
 from gradsplit.compile_core.lowering.triton_kernels import scalar_triton
 from gradsplit.compile_core.lowering.triton_kernels.online_sums import OnlineSum, online_sums
@@ -225,7 +231,7 @@ class TritonWriter:
             return [*reduction.elements(), *reduction.of_whole_rows()]
         return self.statement(n)
 
-    def _looped(self, step: Pass) -> list[str]:
+    def _looped(self, step: NestPass) -> list[str]:
         reductions = [
             self._reduction(n, s)
             for n, s in enumerate(self.nest.body)
@@ -239,7 +245,7 @@ class TritonWriter:
         lines += self._blocks(step, whole, self.r.count)
         return lines + [line for reduction in reductions for line in reduction.finished()]
 
-    def _blocks(self, step: Pass, start: int, stop: int) -> list[str]:
+    def _blocks(self, step: NestPass, start: int, stop: int) -> list[str]:
         """A pass over a part of the reduced space."""
         loop = ["r = r_start + r_base", *self.masks_and_axes(self.r)]
         for n in self.loads_first(sorted((*step.values, *step.reduces, *step.stores))):

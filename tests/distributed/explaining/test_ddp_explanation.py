@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gradsplit.bucketing import Interval, Parameter, Timeline, reducer_plan
 from gradsplit.distributed import DDPExplanation
-from gradsplit.distributed.explaining.ddp_explanation import Segment
+from gradsplit.distributed.explaining.ddp_explanation import ExplainedSegment
 
 PARAMETERS = [Parameter(name, 256, 4, "torch.float32", "cpu") for name in ("head", "body", "stem")]
 STEP = Timeline(
@@ -20,7 +20,7 @@ def test_planned_buckets_stand_beside_stock_ddps() -> None:
         plan=reducer_plan(PARAMETERS, [4096]),
         stock_plan=reducer_plan(PARAMETERS, [0]),
         reasons=("the last",),
-        segments=(Segment("backward_0", ("head", "body", "stem"), 10.0),),
+        segments=(ExplainedSegment("backward_0", ("head", "body", "stem"), 10.0),),
         ready_ms={"head": 1.25, "body": 2.0, "stem": 10.0},
         predicted=Timeline(STEP.intervals[:1]),
         measured=STEP,

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from gradsplit.distributed.explaining.record_timeline import Recorder
+from gradsplit.distributed.explaining.record_timeline import TimelineRecorder
 from tests.distributed.collectives.test_measure_costs import SteppedClock
 
 
-class SteppedRecorder(Recorder):
+class SteppedRecorder(TimelineRecorder):
     """A bucket's all-reduce takes the seconds that are given as its work."""
 
     def __init__(self, clock: SteppedClock, one_at_a_time: bool) -> None:
