@@ -32,19 +32,19 @@ from gradsplit.compile_core.minimizer.reduce import with_examples
 from gradsplit.compile_core.minimizer.repro_inputs import draw, stored
 from gradsplit.compile_core.minimizer.subgraph import Candidate
 from gradsplit.compile_core.minimizer.write_failures import DOES_NOT_FAIL
-from gradsplit.compile_core.minimizer.write_repro import ReproSettings
+from gradsplit.compile_core.minimizer.write_repro import Settings
 from gradsplit.compile_core.options import parse_options
 from gradsplit.compile_core.passes import CAPTURED_PASSES, JOINT_PASSES, LOOP_PASSES
 from gradsplit.compile_core.pipeline import device_type_of
 from gradsplit.compile_core.torch_facts.fake_tensors import fakes_like
 
-__all__ = ["ReproSettings", "draw", "main", "minimize_file", "reproduce", "stored"]
+__all__ = ["Settings", "draw", "main", "minimize_file", "reproduce", "stored"]
 
 
 def reproduce(
     program: torch.nn.Module,
     inputs: Sequence[Any],
-    settings: ReproSettings,
+    settings: Settings,
     again: Sequence[Any] | None = None,
 ) -> None:
     """Compiles and runs a written program, forward and backward, in this process.
@@ -89,7 +89,7 @@ def captured(
     return with_examples(replace(found[0], again=found[1].inputs))
 
 
-def attempt(candidate: Candidate, settings: ReproSettings) -> Outcome:
+def attempt(candidate: Candidate, settings: Settings) -> Outcome:
     """Compiles and runs a graph in this process, and forks of it that are the other ranks, beside plain PyTorch."""
     takes_gradients = settings.after == "capture"  # else the graph has them among its results
 
@@ -110,7 +110,7 @@ def attempt(candidate: Candidate, settings: ReproSettings) -> Outcome:
     return run() if settings.ranks == 1 else on_ranks(run, settings.ranks)
 
 
-def _compiler(settings: ReproSettings) -> CompileGraph:
+def _compiler(settings: Settings) -> CompileGraph:
     backend = _backend(settings)
     options = replace(
         parse_options(None, settings.options), skipped_passes=frozenset(settings.skipped_passes)
@@ -118,18 +118,18 @@ def _compiler(settings: ReproSettings) -> CompileGraph:
     return lambda module, inputs: compile_any_graph(module, inputs, backend, options)
 
 
-def _backend(settings: ReproSettings) -> Backend:
+def _backend(settings: Settings) -> Backend:
     return resolve_backend(_named_backend(settings))
 
 
-def _named_backend(settings: ReproSettings) -> Any:
+def _named_backend(settings: Settings) -> Any:
     for name in settings.imports:
         importlib.import_module(name)
     module, found, name = settings.backend.rpartition(":")
     return getattr(importlib.import_module(module), name) if found else settings.backend
 
 
-def joint_of(candidate: Candidate, settings: ReproSettings) -> Candidate:
+def joint_of(candidate: Candidate, settings: Settings) -> Candidate:
     """Forward and backward of a graph as one graph of ATen's operators, with the inputs of both."""
     backend = _backend(settings)
     examples = fakes_like(candidate.inputs)
@@ -169,7 +169,7 @@ def minimize_file(
             ""  # where a process has found GPUs, backwards in its forks abort
         )
     found = runpy.run_path(str(path))
-    settings = found.get("SETTINGS", ReproSettings("triton"))
+    settings = found.get("SETTINGS", Settings("triton"))
     settings = replace(
         settings,
         after=after or settings.after,
@@ -180,7 +180,7 @@ def minimize_file(
     _backend(settings)
     again = found["again"]() if "again" in found else None
     candidate = captured(found["Program"](), found["inputs"](), again, settings.dynamic)
-    if settings.after == "aot" and found.get("SETTINGS", ReproSettings("triton")).after != "aot":
+    if settings.after == "aot" and found.get("SETTINGS", Settings("triton")).after != "aot":
         candidate = joint_of(candidate, settings)
     tables = (CAPTURED_PASSES, JOINT_PASSES, LOOP_PASSES)
     has_passes = isinstance(_backend(settings), RegionBackend)

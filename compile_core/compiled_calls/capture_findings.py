@@ -29,7 +29,7 @@ _logged_locations: set[tuple[str, CodeLocation | None]] = set()
 
 
 @dataclass(frozen=True)
-class Settings:
+class CallSettings:
     """How a function and all after its breaks are compiled; see ``CompiledFunction``."""
 
     compile_graph: CompileGraph
@@ -61,7 +61,7 @@ class Findings:
         runs_plain: calls that no entry fits run as plain Python.
     """
 
-    def __init__(self, name: str, settings: Settings) -> None:
+    def __init__(self, name: str, settings: CallSettings) -> None:
         self._name, self._settings = name, settings
         self.history = SizeHistory(settings.dynamic)
         self.break_reasons: list[Unsupported] = []

@@ -49,7 +49,7 @@ from gradsplit.compile_core.compiled_calls.call_targets import (
     plain_frame,
     takes_object_among_others,
 )
-from gradsplit.compile_core.compiled_calls.capture_findings import Findings, Settings, forget_reports
+from gradsplit.compile_core.compiled_calls.capture_findings import CallSettings, Findings, forget_reports
 from gradsplit.compile_core.compiled_calls.deep_calls import deeper_stack, with_room
 from gradsplit.compile_core.compiled_calls.entry_table import Entry, EntryTable
 from gradsplit.compile_core.compiled_calls.hooked_modules import HookedCalls, has_hooks
@@ -85,7 +85,7 @@ class ProgramsByCode:
     """What was compiled under the same settings, by code objects. Each lives as long as somebody uses it, and where
     ``kept``, because it belongs to no module, a while longer."""
 
-    def __init__(self, settings: Settings, *, kept: bool = False) -> None:
+    def __init__(self, settings: CallSettings, *, kept: bool = False) -> None:
         self.settings = settings
         self.kept = kept
         self._codes: weakref.WeakValueDictionary[Any, CompiledCode] = weakref.WeakValueDictionary()

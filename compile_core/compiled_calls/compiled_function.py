@@ -28,7 +28,7 @@ from gradsplit.compile_core.compiled_calls.call_targets import (
     original_of,
     shown_name,
 )
-from gradsplit.compile_core.compiled_calls.capture_findings import CompileGraph, Settings
+from gradsplit.compile_core.compiled_calls.capture_findings import CallSettings, CompileGraph
 from gradsplit.compile_core.compiled_calls.compiled_code import CompiledCode, ProgramsByCode, forget_all
 from gradsplit.compile_core.compiled_calls.entry_table import Entry, EntryTable
 from gradsplit.compile_core.compiled_calls.hooked_modules import has_hooks
@@ -89,7 +89,7 @@ class CompiledFunction(Compiled):
         fn = original_of(fn)
         self.original = fn
         apart = modules_apart or ModulesApart()
-        settings = Settings(compile_graph, fullgraph, dynamic, cache_limit, observer, apart)
+        settings = CallSettings(compile_graph, fullgraph, dynamic, cache_limit, observer, apart)
         self._programs = programs or ProgramsByCode(settings)
         self._called_forward = CalledForward(fn) if isinstance(fn, torch.nn.Module) else None
         self._forms: list[_Form] = []

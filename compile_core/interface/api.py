@@ -14,7 +14,7 @@ import torch
 from gradsplit.compile_core.backends.registry import DEFAULT_BACKEND, GraphBackend
 from gradsplit.compile_core.capture.directives import compiled_by_torch, leave_alone
 from gradsplit.compile_core.capture.numpy_arrays.numpy_wrapper import form_of_torchs_wrapper
-from gradsplit.compile_core.compiled_calls.capture_findings import Settings
+from gradsplit.compile_core.compiled_calls.capture_findings import CallSettings
 from gradsplit.compile_core.compiled_calls.compiled_code import ProgramsByCode
 from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
 from gradsplit.compile_core.compiled_calls.compiled_module import CompiledModule, wrap_module
@@ -171,7 +171,7 @@ def _new_programs(request: CompileRequest) -> ProgramsByCode:
     if isinstance(observer, CompileProfiler) and cache_limit is None:
         cache_limit = observer.cache_limit
     return ProgramsByCode(
-        Settings(
+        CallSettings(
             compile_captured,
             request.fullgraph,
             request.dynamic,

@@ -22,13 +22,13 @@ from gradsplit.compile_core.minimizer.reduce import fewer_calls, needed_passes, 
 from gradsplit.compile_core.minimizer.repro_inputs import draw
 from gradsplit.compile_core.minimizer.subgraph import Candidate, values_of
 from gradsplit.compile_core.minimizer.trials import in_a_fork
-from gradsplit.compile_core.minimizer.write_repro import ReproSettings, write_repro
+from gradsplit.compile_core.minimizer.write_repro import Settings, write_repro
 
 # A graph that computes nothing for so long waits for itself.
 _IDLE_LIMIT_S = 5.0
 
 # Tries a graph with these settings, in this process.
-Try = Callable[[Candidate, ReproSettings], Outcome]
+Try = Callable[[Candidate, Settings], Outcome]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Minimized:
     outcome: Outcome
     path: Path | None
     candidate: Candidate
-    settings: ReproSettings
+    settings: Settings
     passes: tuple[str, ...]
     seconds: float
     trials: int
@@ -62,7 +62,7 @@ class Minimized:
 
 def minimize(
     candidate: Candidate,
-    settings: ReproSettings,
+    settings: Settings,
     attempt: Try,
     folder: Path,
     pass_names: Sequence[str] = (),
@@ -79,7 +79,7 @@ def minimize(
     """
     begin, trials = time.monotonic(), 0
 
-    def tried(candidate: Candidate, settings: ReproSettings) -> Outcome:
+    def tried(candidate: Candidate, settings: Settings) -> Outcome:
         nonlocal trials
         trials += 1
         if torch.cuda.is_initialized():  # which does not outlive a fork
@@ -99,7 +99,7 @@ def minimize(
         if failure.kind == "hangs":
             limit_s = min(limit_s, 20.0)
 
-        def fails(tried_candidate: Candidate, tried_settings: ReproSettings) -> bool:
+        def fails(tried_candidate: Candidate, tried_settings: Settings) -> bool:
             return tried(tried_candidate, tried_settings).is_like(failure)
 
         passes = tuple(

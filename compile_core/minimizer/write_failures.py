@@ -24,7 +24,7 @@ from gradsplit.compile_core.backends.registry import Backend, GraphBackend, list
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.captured import CapturedGraph
 from gradsplit.compile_core.minimizer.outcome import raised
-from gradsplit.compile_core.minimizer.write_repro import CannotWriteError, ReproSettings, write_repro
+from gradsplit.compile_core.minimizer.write_repro import CannotWriteError, Settings, write_repro
 from gradsplit.compile_core.options import RUN_VARIABLES, CompileOptions, ReproRequest
 from gradsplit.compile_core.run_record import folder_of_process
 
@@ -138,7 +138,7 @@ def _form_of(value: Any) -> Any:
 
 def _settings(
     backend: Backend, options: CompileOptions, request: ReproRequest, inputs: Sequence[Any]
-) -> ReproSettings:
+) -> Settings:
     name, imports = backend.name, ()
     if isinstance(backend, GraphBackend):
         module, qualified = (
@@ -150,7 +150,7 @@ def _settings(
             name = name if name in list_backends(None) else f"{module}:{qualified}"
     is_on_cpu = all(value.device.type == "cpu" for value in inputs if isinstance(value, Tensor))
     has_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return ReproSettings(
+    return Settings(
         name,
         imports,
         level=request.level,
@@ -175,7 +175,7 @@ def _write(
     module: fx.GraphModule,
     inputs: Sequence[Any],
     again: Sequence[Any] | None,
-    settings: ReproSettings,
+    settings: Settings,
     request: ReproRequest,
     says: str,
 ) -> None:

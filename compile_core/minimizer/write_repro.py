@@ -26,7 +26,7 @@ _FEW_ELEMENTS = 16
 
 
 @dataclass(frozen=True)
-class ReproSettings:
+class Settings:
     """How a program is compiled and what is looked at.
 
     Attributes:
@@ -59,7 +59,7 @@ def write_repro(
     folder: Path,
     module: fx.GraphModule,
     inputs: Sequence[Any],
-    settings: ReproSettings,
+    settings: Settings,
     says: str,
     drawn: bool = False,
     again: Sequence[Any] | None = None,
@@ -90,7 +90,7 @@ def write_repro(
         "import torch",
         *_imports({name: value for name, value in graph_code.globals.items() if name in used}),
         "",
-        "from gradsplit.minimize import ReproSettings, draw, reproduce, stored",
+        "from gradsplit.minimize import Settings, draw, reproduce, stored",
         "",
         f"SETTINGS = {settings!r}",
         "HERE = Path(__file__).parent",

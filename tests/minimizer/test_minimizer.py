@@ -20,7 +20,7 @@ from gradsplit.compile_core.minimizer.rank_trials import on_ranks
 from gradsplit.compile_core.minimizer.reduce import fewer, fewer_calls, needed_passes, smaller_sizes
 from gradsplit.compile_core.minimizer.subgraph import Candidate, values_of
 from gradsplit.compile_core.minimizer.trials import in_a_fork
-from gradsplit.compile_core.minimizer.write_repro import ReproSettings
+from gradsplit.compile_core.minimizer.write_repro import Settings
 from gradsplit.minimize import attempt, captured, reproduce
 from tests.minimizer.planted_faults import FAULTS
 from tests.minimizer.planted_programs import minimized
@@ -101,7 +101,7 @@ class _Rows(torch.nn.Module):
 
 def test_a_guard_that_is_too_lax_is_made_smaller(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     candidate = captured(_Rows(), [torch.randn(4, 6)], [torch.randn(8, 6)])
-    settings = ReproSettings(f"{__name__}:first_rows", level=4)
+    settings = Settings(f"{__name__}:first_rows", level=4)
     assert attempt(candidate, settings) == Outcome("equal")
     gradsplit.reset()
     FAULTS["more rows pass a guard"].plant(monkeypatch.setattr)
@@ -122,7 +122,7 @@ def raises_at_sin(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callab
 
 def test_what_fails_on_one_rank_alone_is_written_for_one(tmp_path: Path):
     candidate = captured(_Rows(), [torch.randn(4, 6)])
-    found = minimize(candidate, ReproSettings(f"{__name__}:raises_at_sin", ranks=2), attempt, tmp_path)
+    found = minimize(candidate, Settings(f"{__name__}:raises_at_sin", ranks=2), attempt, tmp_path)
     assert found.outcome.is_like(Outcome("raises", "KeyError: 'sin'")) and found.settings.ranks == 1
 
 
