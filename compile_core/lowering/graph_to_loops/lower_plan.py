@@ -230,6 +230,15 @@ def in_place_variant(node: torch.fx.Node) -> torch._ops.OpOverload | None:
     return variant if variant is not None and is_loop_dtype(node.meta["val"].dtype) else None
 
 
+def takes_over(node: torch.fx.Node, plan: GraphPlan) -> bool:
+    """Whether a node that changes a copy of its first argument may change that itself: it was made so, too, for nobody
+    else, and lies where the program may leave it."""
+    source = node.args[0]
+    if not isinstance(source, torch.fx.Node) or in_place_variant(source) is None:
+        return False
+    return {user for user in source.users if user in plan.alive} == {node} and _is_only_copied(node, source)
+
+
 def _is_only_copied(user: torch.fx.Node, argument: torch.fx.Node) -> bool:
     """Whether all that a torch kernel does with an argument is to change a copy of it."""
     if in_place_variant(user) is None or user.args[0] is not argument:

@@ -1,0 +1,357 @@
+"""Stage between trace and partition: a loss over a vocabulary is computed for some rows of the logits at a time.
+
+The logits of a language model, ``[tokens, vocabulary]``, and their gradient are its largest values by far, and all that
+is wanted of them is small: a loss a token, and the products of the gradient with the head's weight and with its inputs.
+So the product, all that is computed row by row from it (``rows.py``: casts, caps, softmax, smoothing, whatever there
+is), and these products are done for a chunk of rows after the other; results a row are put together, sums over rows are
+added up. What a chunk holds is gone before the next begins (``ir.row_chunks``).
+
+The gradient would wait for the backward, and the logits with it, or they would be computed a second time. But it is
+linear in the one number that arrives there, the loss's gradient: it is computed at once, in the forward, as if that
+were a one, and multiplied in the backward. (Liger's and Apple's kernels for this loss do so by hand.) Where a one does
+arrive, the values are those of the plain order but for the sums over chunks.
+
+What is left alone: products that something outside needs whole; gradients that depend on several numbers that arrive,
+on one for each row, or not linearly, as that of ``exp(loss)`` does, which needs all rows first; in float16, whose small
+numbers need the factor that a gradient scaler sends, before they are rounded; checkpoints; open sizes; and what is
+small. The idea is that of Liger (Hsu et al. 2024) and of Cut Cross-Entropy (Wijmans et al. 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from gradsplit.compile_core.autograd.operators.graph_nodes import ancestors
+from gradsplit.compile_core.autograd.operators.kinds import is_fusible
+from gradsplit.compile_core.autograd.operators.linear_nodes import is_linear
+from gradsplit.compile_core.autograd.operators.region_marks import mark_of
+from gradsplit.compile_core.autograd.rewrites.rows import WIDTH_RATIO, Chunk, Kind, Rows, reshaped
+from gradsplit.compile_core.ir.graphs import JointGraph
+from gradsplit.compile_core.ir.row_chunks import ADD_PRODUCT, AFTER, sum_dtype
+from gradsplit.compile_core.torch_facts.dispatcher import is_random
+
+aten = torch.ops.aten
+
+# Kernels and products of fewer rows, or of other numbers of them, leave much of a GPU idle.
+_ROW_MULTIPLE = 128
+
+
+def chunk_rows(joint: JointGraph, chunk_bytes: int) -> JointGraph:
+    """The joint graph with such products done by chunks; changes its module and returns it.
+
+    Args:
+        joint: the graph.
+        chunk_bytes: about how many bytes of a product there may be at a time; a product of at most twice as many is
+            left alone. 0 leaves all alone.
+    """
+    graph = joint.module.graph
+    replaced: set[Node] = set()
+    for node in list(graph.nodes):
+        if chunk_bytes and node not in replaced and _is_large(node, 2 * chunk_bytes):
+            found = _find_part(graph, node, joint.tangents)
+            if found is not None:
+                _Rewriting(graph, found, _chunk_rows(node, chunk_bytes)).run()
+                replaced.update(found.nodes)
+    if replaced:
+        graph.eliminate_dead_code(
+            is_impure_node=lambda node: node.op in ("placeholder", "output") or is_random(node)
+        )
+        graph.lint()
+        joint.module.recompile()
+    return joint
+
+
+def _is_large(node: Node, least_bytes: int) -> bool:
+    if node.target not in (aten.mm.default, aten.addmm.default) or node.kwargs or mark_of(node) is not None:
+        return False
+    result = node.meta["val"]
+    left: Any = node.args[-2]
+    if not all(isinstance(size, int) for size in (*result.shape, *left.meta["val"].shape)):
+        return False
+    rows, width = result.shape
+    inner = left.meta["val"].shape[1]
+    # The gradient of the weight, where there is one, is added up in float32 and is in memory beside a chunk.
+    saves = rows * result.dtype.itemsize > torch.float32.itemsize * inner and width >= WIDTH_RATIO * inner
+    return saves and rows * width * result.dtype.itemsize > least_bytes
+
+
+def _chunk_rows(product: Node, chunk_bytes: int) -> int:
+    """How many rows a chunk has, the last one but for the rest."""
+    rows, width = product.meta["val"].shape
+    most = max(chunk_bytes // (width * product.meta["val"].dtype.itemsize), 1)
+    count = -(-rows // most)
+    for more in range(count, 2 * count):
+        # All of one size are one kernel.
+        if rows % more == 0 and rows // more % _ROW_MULTIPLE == 0:
+            return rows // more
+    size = -(-rows // count)
+    return size if size < _ROW_MULTIPLE else -(-size // _ROW_MULTIPLE) * _ROW_MULTIPLE
+
+
+@dataclass
+class _Part:
+    """What is to be done by chunks.
+
+    Attributes:
+        rows: how its nodes are computed.
+        nodes: they, in order, the product first.
+        arriving: the number that gradients of the part are multiples of, if there are any.
+        scaled: what is computed from it outside of the part, in order, and read inside.
+        multiples: nodes of the part that are multiples of it.
+    """
+
+    rows: Rows
+    nodes: list[Node]
+    arriving: Node | None = None
+    scaled: list[Node] = field(default_factory=list)
+    multiples: set[Node] = field(default_factory=set)
+
+    def results(self) -> list[Node]:
+        """What is read outside."""
+        inside = set(self.nodes)
+        return [node for node in self.nodes if not inside.issuperset(node.users)]
+
+
+def _find_part(graph: Graph, product: Node, tangents: Sequence[str]) -> _Part | None:
+    """What hangs on a product and can be done by chunks, with nothing wide left; ``None`` if that is not all."""
+    rows = Rows(product)
+    for node in graph.nodes:
+        if node is not product:
+            rows.add(node)
+    nodes = _wide_part(graph, rows)
+    inside = set(nodes)
+    # Without a reduction it is no loss but a layer that widens, whose result is kept.
+    if not any(rows.kinds[node] is Kind.REDUCED for node in nodes):
+        return None
+    if any(mark_of(node) is not None for node in nodes):
+        return None
+    part = _Part(rows, nodes)
+    results = part.results()
+    if any(rows.is_wide(node) or rows.kinds[node] is Kind.TRANSPOSED for node in results):
+        return None
+    outside = {value for node in nodes for value in node.all_input_nodes if value not in inside}
+    before = ancestors(outside)
+    if not inside.isdisjoint(before):
+        return None
+    return _with_arriving(graph, part, before, tangents)
+
+
+def _wide_part(graph: Graph, rows: Rows) -> list[Node]:
+    """The product, the nodes that make or read wide values, and those on the way from one such to another."""
+    chosen: set[Node] = set()
+    for node in reversed(graph.nodes):
+        if node not in rows.kinds:
+            continue
+        touches = any(rows.is_wide(value) for value in (node, *node.all_input_nodes))
+        is_read = not chosen.isdisjoint(node.users)
+        if (touches and is_read) if node in rows.apart else (touches or is_read):
+            chosen.add(node)
+    while True:
+        # What is apart from the product is in the part with all that it is computed from and is read by, or outside.
+        gone = {
+            node
+            for node in chosen & rows.apart
+            if not chosen.issuperset(node.users)
+            or any(value in rows.kinds and value not in chosen for value in node.all_input_nodes)
+        }
+        if not gone:
+            break
+        chosen -= gone
+    return [rows.product, *(node for node in graph.nodes if node in chosen and node is not rows.product)]
+
+
+def _with_arriving(graph: Graph, part: _Part, before: set[Node], tangents: Sequence[str]) -> _Part | None:
+    """The part, with what its gradients are multiples of; ``None`` if that is not one number."""
+    arriving = {node for node in before if node.op == "placeholder" and node.name in tangents}
+    if not arriving:
+        return part
+    number = arriving.pop()
+    value = number.meta["val"]
+    if arriving or not isinstance(value, torch.Tensor) or value.numel() != 1:
+        return None
+    if any(node.name in tangents for node in ancestors([part.rows.product])):
+        return None  # a product of the backward
+    varying = {number}
+    inside = set(part.nodes)
+    for node in graph.nodes:
+        if (node in before or node in inside) and not varying.isdisjoint(node.all_input_nodes):
+            if not is_linear(node, varying) or node.meta["val"].dtype is torch.float16:
+                return None
+            if node not in inside and not _is_cheap(node, part.rows):
+                return None
+            varying.add(node)
+    in_order = [node for node in graph.nodes if node in varying and node is not number]
+    part.arriving = number
+    part.multiples.update(node for node in in_order if node in inside)
+    part.scaled.extend(node for node in in_order if node not in inside)
+    return part
+
+
+def _is_cheap(node: Node, rows: Rows) -> bool:
+    """Whether the forward may compute it for itself: it is not the backward of what follows the loss."""
+    few = 2 * node.meta["val"].numel() <= rows.count * rows.width
+    return few and is_fusible(node) and mark_of(node) is None
+
+
+class _Rewriting:
+    """A graph while one part of it is done by chunks: all is made before the product, and put in order at last."""
+
+    def __init__(self, graph: Graph, part: _Part, size: int) -> None:
+        self.graph = graph
+        self.part = part
+        self.rows = part.rows
+        self.size = size
+        self.product = part.rows.product
+        self.mode = self.product.meta["val"].fake_mode
+        self.flat: dict[tuple[Node, tuple[int, ...]], Node] = {}
+        self.at_one: dict[Node, Node] = {}
+
+    def call(self, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """A new node, which belongs to no backward: what is linear in the number that arrives needs it no more."""
+        node = self.graph.call_function(target, args, kwargs)
+        fake_args, fake_kwargs = map_arg((args, kwargs), lambda read: read.meta["val"])
+        meta = {name: value for name, value in like.meta.items() if name != "custom"}
+        node.meta = {**meta, "val": target(*fake_args, **fake_kwargs)}
+        return node
+
+    def run(self) -> None:
+        results = self.part.results()
+        with self.mode, self.graph.inserting_before(self.product):
+            self._compute_for_one()
+            chunks, sums = self._chunks(results)
+            whole = {node: self._whole(node, chunks, sums) for node in results}
+            whole = self._all_at_once(whole)
+            whole = {node: self._multiplied(node, value) for node, value in whole.items()}
+        inside = set(self.part.nodes)
+        for node, value in whole.items():
+            node.replace_all_uses_with(value, delete_user_cb=lambda user: user not in inside)
+        for node in reversed(self.part.nodes):
+            self.graph.erase_node(node)
+        _put_in_order(self.graph)
+
+    def _compute_for_one(self) -> None:
+        """What gradients of the part are computed from, for a one in the place of what arrives."""
+        number = self.part.arriving
+        if number is None:
+            return
+        value = number.meta["val"]
+        self.at_one[number] = self.call(
+            self.product, aten.full.default, list(value.shape), 1.0, dtype=value.dtype, device=value.device
+        )
+        for node in self.part.scaled:
+            args, kwargs = map_arg((node.args, node.kwargs), lambda read: self.at_one.get(read, read))
+            self.at_one[node] = self.call(node, node.target, *args, **kwargs)
+
+    def _chunks(self, results: Sequence[Node]) -> tuple[list[Chunk], dict[Node, Node]]:
+        """The part for each chunk, and its sums over them."""
+        chunks: list[Chunk] = []
+        sums: dict[Node, Node] = {}
+        for start in range(0, self.rows.count, self.size):
+            stop = min(start + self.size, self.rows.count)
+            chunk = Chunk(self.rows, start, stop, {}, self.call, self._outer, self._flat)
+            chunk.values[self.product] = self._product(chunk, chunks, sums, results)
+            for node in self.part.nodes[1:]:
+                kind = self.rows.kinds[node]
+                if kind is Kind.SUMMED_PRODUCT:
+                    sums[node] = self.call(node, ADD_PRODUCT, self._total(node, sums), *chunk.factors(node))
+                    continue
+                chunk.compute(node)
+                if kind is Kind.SUMMED_ROWS:
+                    value = chunk.values[node]
+                    sums[node] = self.call(node, aten.add.Tensor, sums[node], value) if chunks else value
+            chunks.append(chunk)
+        return chunks, sums
+
+    def _product(
+        self, chunk: Chunk, before: Sequence[Chunk], sums: dict[Node, Node], results: Iterable[Node]
+    ) -> Node:
+        """The product of the chunk's rows, after all of the chunk before."""
+        *summand, left, right = self.product.args
+        taken = self.call(self.product, aten.slice.Tensor, left, 0, chunk.start, chunk.stop)
+        if before:
+            done = [before[-1].values[node] for node in results if node in self.rows.lead]
+            # What is added to in place has no other reader, else it would be copied; it is in order anyway.
+            taken = self.call(self.product, AFTER, taken, done or list(sums.values()))
+        return self.call(self.product, self.product.target, *summand, taken, right)
+
+    def _total(self, node: Node, sums: dict[Node, Node]) -> Node:
+        if node in sums:
+            return sums[node]
+        value = node.meta["val"]
+        dtype = sum_dtype(value.dtype)
+        return self.call(node, aten.full.default, list(value.shape), 0.0, dtype=dtype, device=value.device)
+
+    def _outer(self, value: Node) -> Node:
+        return self.at_one.get(value, value)
+
+    def _flat(self, value: Node, shape: tuple[int, ...], lead: int) -> Node:
+        """A value from outside with one dim of rows, which may be fewer before it is spread over all."""
+        value = self._outer(value)
+        given = tuple(value.meta["val"].shape)
+        full = (1,) * (len(shape) - len(given)) + given
+        if lead == 1 and full == given and full[0] == self.rows.count:
+            return value
+        key = value, shape[:lead]
+        if key not in self.flat:
+            spread = value
+            if full[:lead] != shape[:lead]:
+                spread = self.call(value, aten.expand.default, value, [*shape[:lead], *full[lead:]])
+            self.flat[key] = reshaped(self.call, value, spread, [self.rows.count, *full[lead:]])
+        return self.flat[key]
+
+    def _whole(self, node: Node, chunks: Sequence[Chunk], sums: dict[Node, Node]) -> Node:
+        """A result of the part."""
+        value = node.meta["val"]
+        if node not in sums:
+            whole = self.call(node, aten.cat.default, [chunk.values[node] for chunk in chunks])
+        elif sums[node].meta["val"].dtype == value.dtype:
+            whole = sums[node]
+        else:
+            whole = self.call(node, aten._to_copy.default, sums[node], dtype=value.dtype)
+        if whole.meta["val"].shape != value.shape:
+            whole = reshaped(self.call, node, whole, list(value.shape))
+        return whole
+
+    def _all_at_once(self, whole: dict[Node, Node]) -> dict[Node, Node]:
+        """Gradients are complete when the forward's results are: the forward computes them."""
+        gradients = [value for node, value in whole.items() if node in self.part.multiples]
+        if not gradients:
+            return whole
+        return {
+            node: value if node in self.part.multiples else self.call(node, AFTER, value, gradients)
+            for node, value in whole.items()
+        }
+
+    def _multiplied(self, node: Node, value: Node) -> Node:
+        if node not in self.part.multiples:
+            return value
+        number: Any = self.part.arriving
+        if number.meta["val"].dim():
+            number = self.call(number, aten.view.default, number, [])
+        return self.call(node, aten.mul.Tensor, value, number)
+
+
+def _put_in_order(graph: Graph) -> None:
+    """Moves nodes behind what they read; those that need not be moved stay in their order."""
+    placed: set[Node] = set()
+    order: list[Node] = []
+    for wanted in list(graph.nodes):
+        pending = [wanted]
+        while pending:
+            node = pending[-1]
+            missing = [] if node in placed else [read for read in node.all_input_nodes if read not in placed]
+            if missing:
+                pending.extend(reversed(missing))
+                continue
+            pending.pop()
+            if node not in placed:
+                placed.add(node)
+                order.append(node)
+    for node in order:
+        graph.output_node().prepend(node)
