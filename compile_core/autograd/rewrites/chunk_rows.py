@@ -148,9 +148,8 @@ def _wide_part(graph: Graph, rows: Rows) -> list[Node]:
     for node in reversed(graph.nodes):
         if node not in rows.kinds:
             continue
-        touches = any(rows.is_wide(value) for value in (node, *node.all_input_nodes))
-        is_read = not chosen.isdisjoint(node.users)
-        if (touches and is_read) if node in rows.apart else (touches or is_read):
+        is_wide = node not in rows.apart and any(map(rows.is_wide, (node, *node.all_input_nodes)))
+        if is_wide or not chosen.isdisjoint(node.users):
             chosen.add(node)
     while True:
         # What is apart from the product is in the part with all that it is computed from and is read by, or outside.

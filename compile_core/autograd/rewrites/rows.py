@@ -34,6 +34,7 @@ class Kind(Enum):
     PRODUCT = auto()
     RESHAPED = auto()
     EXPANDED = auto()
+    PERMUTED = auto()
     ELEMENTWISE = auto()
     ALONG_A_DIM = auto()
     REDUCED = auto()
@@ -57,6 +58,10 @@ _ELEMENTWISE = {
 _REDUCTIONS = {
     aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.any.dim, aten.any.dims,
     aten.all.dim, aten.all.dims, aten.prod.dim_int, aten.argmax.default, aten.argmin.default,
+}  # fmt: skip
+# Look-ups along a dim, by an index of the same rows: ``(tensor, dim, index, ...)``.
+_LOOK_UPS = {
+    aten.gather.default, aten.scatter_add.default, aten.scatter.src, aten.scatter.value,
 }  # fmt: skip
 _TRANSPOSES = {aten.t.default, aten.transpose.int, aten.permute.default}
 
@@ -138,7 +143,7 @@ class Rows:
         if target in (aten.mm.default, aten.addmm.default):
             return self._find_product(node)
         first = args[0] if args and isinstance(args[0], Node) else None
-        if target is aten.cat.default or target is aten.gather.default:
+        if target is aten.cat.default or target in _LOOK_UPS:
             return self._find_along(node, shape)
         if target not in _RESHAPES | _TRANSPOSES | _REDUCTIONS | {
             aten.expand.default, aten.slice.Tensor, aten.constant_pad_nd.default, aten.sum.default,
@@ -154,11 +159,10 @@ class Rows:
             leading = self._leading(shape)
             return None if leading is None else (Kind.RESHAPED, leading)
         if target in _TRANSPOSES:
-            swaps = target is not aten.permute.default or list(args[1]) == [1, 0]  # type: ignore[arg-type]
-            swaps = swaps and (
-                target is not aten.transpose.int or {d % 2 for d in args[1:3]} == {0, 1}  # type: ignore
-            )
-            return (Kind.TRANSPOSED, None) if len(given) == 2 and lead == 1 and swaps else None
+            order = _order(node, len(given))
+            if order[:lead] == list(range(lead)):
+                return Kind.PERMUTED, lead
+            return (Kind.TRANSPOSED, None) if lead == 1 and order == [1, 0] else None
         if target is aten.expand.default:
             same = len(shape) == len(given) and shape[:lead] == given[:lead]
             return (Kind.EXPANDED, lead) if same else None
@@ -211,14 +215,16 @@ class Rows:
         return None
 
     def _find_along(self, node: Node, shape: tuple[int, ...]) -> tuple[Kind, int | None] | None:
-        """Concatenations and ``gather``: all that they read has the same rows."""
+        """Concatenations and look-ups: all that they read has the same rows."""
         if node.target is aten.cat.default:
             tensors: Any = list(node.args[0])  # type: ignore[arg-type]
             dim = _argument(node, 1, "dim", 0)
         else:
             values: Any = node.args
-            tensors, dim = [values[0], values[2]], values[1]
+            tensors, dim = [values[0], *(value for value in values[2:] if isinstance(value, Node))], values[1]
         leads = {self.lead.get(tensor) for tensor in tensors if tensor in self.kinds}
+        if not leads and WIDTH_RATIO * self.row_elements(node) > self.width:
+            leads = {self._leading(shape)}
         if len(leads) != 1 or None in leads:
             return None
         (lead,) = leads
@@ -305,6 +311,10 @@ class Chunk:
         own_shape = [self.stop - self.start, *shape[lead:]]
         if kind is Kind.RESHAPED:
             return self._reshaped(node, self.values[node.all_input_nodes[0]], own_shape)
+        if kind is Kind.PERMUTED:
+            order = _order(node, len(shape))[lead:]
+            value = self.values[node.all_input_nodes[0]]
+            return self.call(node, aten.permute.default, value, [0, *(dim - lead + 1 for dim in order)])
         if kind is Kind.EXPANDED:
             value = self._taken(node.all_input_nodes[0], shape, lead, node)
             return self.call(node, aten.expand.default, value, own_shape)
@@ -331,11 +341,13 @@ class Chunk:
         if node.target is aten.cat.default:
             dim = _argument(node, 1, "dim", 0) % len(shape) - shift
             return self.call(node, node.target, [take(v) for v in node.args[0]], dim)  # type: ignore
-        if node.target is aten.gather.default:
-            tensor, dim, index = node.args[:3]
+        if node.target in _LOOK_UPS:
+            given: Any = node.args
+            tensor, dim, *others = given
+            others = [take(value) if isinstance(value, Node) else value for value in others]
             return self.call(
-                node, node.target, take(tensor), dim % len(shape) - shift, take(index), **node.kwargs  # type: ignore
-            )  # fmt: skip
+                node, node.target, take(tensor), dim % len(shape) - shift, *others, **node.kwargs
+            )
         dim = _argument(node, 1, "dim", 0) % len(shape) - shift
         rest = _without_dim(node.kwargs)
         return self.call(node, node.target, take(node.all_input_nodes[0]), dim, *node.args[2:], **rest)
@@ -392,6 +404,17 @@ def reshaped(call: Call, like: Node, value: Node, shape: list[int]) -> Node:
 
 def _argument(node: Node, position: int, name: str, default: Any) -> Any:
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def _order(node: Node, rank: int) -> list[int]:
+    """Which of its argument's dims a transposed value's dims are."""
+    given: Any = node.args
+    if node.target is aten.permute.default:
+        return [dim % rank for dim in given[1]]
+    order = list(range(rank))
+    one, other = (dim % rank for dim in (given[1:3] or (0, 1))) if rank > 1 else (0, 0)
+    order[one], order[other] = order[other], order[one]
+    return order
 
 
 def _without_dim(kwargs: Any) -> dict[str, Any]:
