@@ -74,6 +74,19 @@ def in_sequences(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.view(2, -1, VOCABULARY).double().view(-1, VOCABULARY), shifted.view(-1))
 
 
+def cut_off(logits: Tensor, labels: Tensor) -> Tensor:
+    """The last logits of each sequence have no labels."""
+    logits = logits.view(2, -1, VOCABULARY)[..., :-1, :].contiguous()
+    return F.cross_entropy(
+        logits.view(-1, VOCABULARY), labels.view(2, -1)[..., 1:].reshape(-1), ignore_index=3
+    )
+
+
+def capped_and_cut_off(logits: Tensor, labels: Tensor) -> Tensor:
+    logits = (3 * torch.tanh(logits.double() / 3)).view(2, -1, VOCABULARY)[:, 1::2]
+    return F.cross_entropy(logits.reshape(-1, VOCABULARY), labels.view(2, -1)[:, ::2].flatten())
+
+
 def distilled(logits: Tensor, labels: Tensor) -> Tensor:
     targets = torch.softmax(torch.arange(VOCABULARY, device=labels.device) * 0.1 + labels[:, None], -1).to(
         logits.dtype
@@ -92,7 +105,8 @@ LOSSES: dict[str, Loss] = {
     **{
         loss.__name__: loss
         for loss in (
-            smoothed, capped, weighted, masked_mean, with_z_loss, focal, likelihood, in_sequences, distilled,
+            smoothed, capped, weighted, masked_mean, with_z_loss, focal, likelihood, in_sequences, distilled, cut_off,
+            capped_and_cut_off,
             with_bias_of_classes,
         )
     },

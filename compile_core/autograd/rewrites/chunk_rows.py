@@ -31,7 +31,9 @@ from gradsplit.compile_core.autograd.operators.graph_nodes import ancestors
 from gradsplit.compile_core.autograd.operators.kinds import is_fusible
 from gradsplit.compile_core.autograd.operators.linear_nodes import is_linear
 from gradsplit.compile_core.autograd.operators.region_marks import mark_of
-from gradsplit.compile_core.autograd.rewrites.rows import WIDTH_RATIO, Chunk, Kind, Rows, reshaped
+from gradsplit.compile_core.autograd.rewrites.part_writer import PartWriter
+from gradsplit.compile_core.autograd.rewrites.rows import WIDTH_RATIO, Kind, Rows, SomeRows
+from gradsplit.compile_core.autograd.rewrites.select_rows import select_rows
 from gradsplit.compile_core.ir.graphs import JointGraph
 from gradsplit.compile_core.ir.row_chunks import ADD_PRODUCT, AFTER, sum_dtype
 from gradsplit.compile_core.torch_facts.dispatcher import is_random
@@ -51,14 +53,21 @@ def chunk_rows(joint: JointGraph, chunk_bytes: int) -> JointGraph:
             left alone. 0 leaves all alone.
     """
     graph = joint.module.graph
-    replaced: set[Node] = set()
-    for node in list(graph.nodes):
-        if chunk_bytes and node not in replaced and _is_large(node, 2 * chunk_bytes):
-            found = _find_part(graph, node, joint.tangents)
-            if found is not None:
-                _Rewriting(graph, found, _chunk_rows(node, chunk_bytes)).run()
-                replaced.update(found.nodes)
-    if replaced:
+    left = list(graph.nodes)
+    is_changed = False
+    while left:
+        node = left.pop(0)
+        if not chunk_bytes or not _is_large(node, 2 * chunk_bytes):
+            continue
+        product = select_rows(graph, node)
+        part = _find_part(graph, product or node, joint.tangents)
+        if part is not None:
+            _Chunking(graph, part, _chunk_rows(part.rows.product, chunk_bytes)).run()
+        if product is not None or part is not None:
+            is_changed = True
+            here = set(graph.nodes)
+            left = [node for node in left if node in here]
+    if is_changed:
         graph.eliminate_dead_code(
             is_impure_node=lambda node: node.op in ("placeholder", "output") or is_random(node)
         )
@@ -124,7 +133,7 @@ def _find_part(graph: Graph, product: Node, tangents: Sequence[str]) -> _Part | 
     for node in graph.nodes:
         if node is not product:
             rows.add(node)
-    nodes = _wide_part(graph, rows)
+    nodes = rows.wide_part(graph)
     inside = set(nodes)
     # Without a reduction it is no loss but a layer that widens, whose result is kept.
     if not any(rows.kinds[node] is Kind.REDUCED for node in nodes):
@@ -135,34 +144,14 @@ def _find_part(graph: Graph, product: Node, tangents: Sequence[str]) -> _Part | 
     results = part.results()
     if any(rows.is_wide(node) or rows.kinds[node] is Kind.TRANSPOSED for node in results):
         return None
+    # What is put together or added up has no gaps.
+    if not all(node.meta["val"].is_contiguous() for node in results):
+        return None
     outside = {value for node in nodes for value in node.all_input_nodes if value not in inside}
     before = ancestors(outside)
     if not inside.isdisjoint(before):
         return None
     return _with_arriving(graph, part, before, tangents)
-
-
-def _wide_part(graph: Graph, rows: Rows) -> list[Node]:
-    """The product, the nodes that make or read wide values, and those on the way from one such to another."""
-    chosen: set[Node] = set()
-    for node in reversed(graph.nodes):
-        if node not in rows.kinds:
-            continue
-        is_wide = node not in rows.apart and any(map(rows.is_wide, (node, *node.all_input_nodes)))
-        if is_wide or not chosen.isdisjoint(node.users):
-            chosen.add(node)
-    while True:
-        # What is apart from the product is in the part with all that it is computed from and is read by, or outside.
-        gone = {
-            node
-            for node in chosen & rows.apart
-            if not chosen.issuperset(node.users)
-            or any(value in rows.kinds and value not in chosen for value in node.all_input_nodes)
-        }
-        if not gone:
-            break
-        chosen -= gone
-    return [rows.product, *(node for node in graph.nodes if node in chosen and node is not rows.product)]
 
 
 def _with_arriving(graph: Graph, part: _Part, before: set[Node], tangents: Sequence[str]) -> _Part | None:
@@ -198,26 +187,13 @@ def _is_cheap(node: Node, rows: Rows) -> bool:
     return few and is_fusible(node) and mark_of(node) is None
 
 
-class _Rewriting:
-    """A graph while one part of it is done by chunks: all is made before the product, and put in order at last."""
+class _Chunking(PartWriter):
+    """A graph while one part of it is done by chunks of ``size`` rows."""
 
     def __init__(self, graph: Graph, part: _Part, size: int) -> None:
-        self.graph = graph
+        super().__init__(graph, part.rows)
         self.part = part
-        self.rows = part.rows
         self.size = size
-        self.product = part.rows.product
-        self.mode = self.product.meta["val"].fake_mode
-        self.flat: dict[tuple[Node, tuple[int, ...]], Node] = {}
-        self.at_one: dict[Node, Node] = {}
-
-    def call(self, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """A new node, which belongs to no backward: what is linear in the number that arrives needs it no more."""
-        node = self.graph.call_function(target, args, kwargs)
-        fake_args, fake_kwargs = map_arg((args, kwargs), lambda read: read.meta["val"])
-        meta = {name: value for name, value in like.meta.items() if name != "custom"}
-        node.meta = {**meta, "val": target(*fake_args, **fake_kwargs)}
-        return node
 
     def run(self) -> None:
         results = self.part.results()
@@ -227,12 +203,7 @@ class _Rewriting:
             whole = {node: self._whole(node, chunks, sums) for node in results}
             whole = self._all_at_once(whole)
             whole = {node: self._multiplied(node, value) for node, value in whole.items()}
-        inside = set(self.part.nodes)
-        for node, value in whole.items():
-            node.replace_all_uses_with(value, delete_user_cb=lambda user: user not in inside)
-        for node in reversed(self.part.nodes):
-            self.graph.erase_node(node)
-        _put_in_order(self.graph)
+        self.finish(self.part.nodes, whole)
 
     def _compute_for_one(self) -> None:
         """What gradients of the part are computed from, for a one in the place of what arrives."""
@@ -240,20 +211,19 @@ class _Rewriting:
         if number is None:
             return
         value = number.meta["val"]
-        self.at_one[number] = self.call(
+        self.replaced[number] = self.call(
             self.product, aten.full.default, list(value.shape), 1.0, dtype=value.dtype, device=value.device
         )
         for node in self.part.scaled:
-            args, kwargs = map_arg((node.args, node.kwargs), lambda read: self.at_one.get(read, read))
-            self.at_one[node] = self.call(node, node.target, *args, **kwargs)
+            args, kwargs = map_arg((node.args, node.kwargs), lambda read: self.replaced.get(read, read))
+            self.replaced[node] = self.call(node, node.target, *args, **kwargs)
 
-    def _chunks(self, results: Sequence[Node]) -> tuple[list[Chunk], dict[Node, Node]]:
+    def _chunks(self, results: Sequence[Node]) -> tuple[list[SomeRows], dict[Node, Node]]:
         """The part for each chunk, and its sums over them."""
-        chunks: list[Chunk] = []
+        chunks: list[SomeRows] = []
         sums: dict[Node, Node] = {}
         for start in range(0, self.rows.count, self.size):
-            stop = min(start + self.size, self.rows.count)
-            chunk = Chunk(self.rows, start, stop, {}, self.call, self._outer, self._flat)
+            chunk = self._chunk(start, min(start + self.size, self.rows.count))
             chunk.values[self.product] = self._product(chunk, chunks, sums, results)
             for node in self.part.nodes[1:]:
                 kind = self.rows.kinds[node]
@@ -267,12 +237,19 @@ class _Rewriting:
             chunks.append(chunk)
         return chunks, sums
 
+    def _chunk(self, start: int, stop: int) -> SomeRows:
+        def pick(like: Node, value: Node, dim: int) -> Node:
+            return self.call(like, aten.slice.Tensor, value, dim, start, stop)
+
+        return SomeRows(self.rows, stop - start, self.call, self.outer, self.flat, pick)
+
     def _product(
-        self, chunk: Chunk, before: Sequence[Chunk], sums: dict[Node, Node], results: Iterable[Node]
+        self, chunk: SomeRows, before: Sequence[SomeRows], sums: dict[Node, Node], results: Iterable[Node]
     ) -> Node:
         """The product of the chunk's rows, after all of the chunk before."""
         *summand, left, right = self.product.args
-        taken = self.call(self.product, aten.slice.Tensor, left, 0, chunk.start, chunk.stop)
+        assert isinstance(left, Node)
+        taken = chunk.pick(self.product, left, 0)
         if before:
             done = [before[-1].values[node] for node in results if node in self.rows.lead]
             # What is added to in place has no other reader, else it would be copied; it is in order anyway.
@@ -286,25 +263,7 @@ class _Rewriting:
         dtype = sum_dtype(value.dtype)
         return self.call(node, aten.full.default, list(value.shape), 0.0, dtype=dtype, device=value.device)
 
-    def _outer(self, value: Node) -> Node:
-        return self.at_one.get(value, value)
-
-    def _flat(self, value: Node, shape: tuple[int, ...], lead: int) -> Node:
-        """A value from outside with one dim of rows, which may be fewer before it is spread over all."""
-        value = self._outer(value)
-        given = tuple(value.meta["val"].shape)
-        full = (1,) * (len(shape) - len(given)) + given
-        if lead == 1 and full == given and full[0] == self.rows.count:
-            return value
-        key = value, shape[:lead]
-        if key not in self.flat:
-            spread = value
-            if full[:lead] != shape[:lead]:
-                spread = self.call(value, aten.expand.default, value, [*shape[:lead], *full[lead:]])
-            self.flat[key] = reshaped(self.call, value, spread, [self.rows.count, *full[lead:]])
-        return self.flat[key]
-
-    def _whole(self, node: Node, chunks: Sequence[Chunk], sums: dict[Node, Node]) -> Node:
+    def _whole(self, node: Node, chunks: Sequence[SomeRows], sums: dict[Node, Node]) -> Node:
         """A result of the part."""
         value = node.meta["val"]
         if node not in sums:
@@ -313,9 +272,7 @@ class _Rewriting:
             whole = sums[node]
         else:
             whole = self.call(node, aten._to_copy.default, sums[node], dtype=value.dtype)
-        if whole.meta["val"].shape != value.shape:
-            whole = reshaped(self.call, node, whole, list(value.shape))
-        return whole
+        return self.reshaped(node, whole, value.shape)
 
     def _all_at_once(self, whole: dict[Node, Node]) -> dict[Node, Node]:
         """Gradients are complete when the forward's results are: the forward computes them."""
@@ -334,23 +291,3 @@ class _Rewriting:
         if number.meta["val"].dim():
             number = self.call(number, aten.view.default, number, [])
         return self.call(node, aten.mul.Tensor, value, number)
-
-
-def _put_in_order(graph: Graph) -> None:
-    """Moves nodes behind what they read; those that need not be moved stay in their order."""
-    placed: set[Node] = set()
-    order: list[Node] = []
-    for wanted in list(graph.nodes):
-        pending = [wanted]
-        while pending:
-            node = pending[-1]
-            missing = [] if node in placed else [read for read in node.all_input_nodes if read not in placed]
-            if missing:
-                pending.extend(reversed(missing))
-                continue
-            pending.pop()
-            if node not in placed:
-                placed.add(node)
-                order.append(node)
-    for node in order:
-        graph.output_node().prepend(node)

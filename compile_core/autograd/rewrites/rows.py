@@ -19,7 +19,7 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from gradsplit.compile_core.ir.row_chunks import sum_dtype
@@ -29,8 +29,9 @@ aten = torch.ops.aten
 
 
 class Kind(Enum):
-    """How a node is computed for a chunk of rows."""
+    """How a node is computed for some rows; given are values with rows of which whoever looks for the part knows."""
 
+    GIVEN = auto()
     PRODUCT = auto()
     RESHAPED = auto()
     EXPANDED = auto()
@@ -114,6 +115,28 @@ class Rows:
         )
 
     # -- which nodes
+
+    def wide_part(self, graph: Graph) -> list[Node]:
+        """The product, the nodes that make or read wide values, and those on the way from one such to another."""
+        chosen: set[Node] = set()
+        for node in reversed(graph.nodes):
+            if node not in self.kinds:
+                continue
+            is_wide = node not in self.apart and any(map(self.is_wide, (node, *node.all_input_nodes)))
+            if is_wide or not chosen.isdisjoint(node.users):
+                chosen.add(node)
+        while True:
+            # What is apart is in the part with all that it is computed from and all that reads it, or outside.
+            gone = {
+                node
+                for node in chosen & self.apart
+                if not chosen.issuperset(node.users)
+                or any(value in self.kinds and value not in chosen for value in node.all_input_nodes)
+            }
+            if not gone:
+                break
+            chosen -= gone
+        return [self.product, *(node for node in graph.nodes if node in chosen and node is not self.product)]
 
     def add(self, node: Node) -> None:
         """Takes a node into the part, if it is computed from it row by row."""
@@ -273,25 +296,26 @@ class Rows:
 
 
 @dataclass
-class Chunk:
-    """Some of the rows: what the nodes of the part are for them.
+class SomeRows:
+    """The nodes of the part for some of the rows.
 
     Attributes:
         rows: the part.
-        start, stop: which rows.
+        count: how many rows.
         values: a node's value for these rows.
         call: makes a node, like another one.
         outer: what stands for a value from outside.
         flat: what stands for one that has rows as its first dims, as ``[N, *rest]``.
+        pick: takes the rows from such a value, along a dim.
     """
 
     rows: Rows
-    start: int
-    stop: int
-    values: dict[Node, Node]
+    count: int
     call: Call
     outer: Callable[[Node], Node]
     flat: Callable[[Node, tuple[int, ...], int], Node]
+    pick: Callable[[Node, Node, int], Node]
+    values: dict[Node, Node] = field(default_factory=dict)
 
     def compute(self, node: Node) -> None:
         """Makes the node's value, of a sum that over these rows; those of its arguments are there."""
@@ -308,7 +332,7 @@ class Chunk:
         if kind is Kind.TRANSPOSED:
             return self.call(node, aten.t.default, self.values[node.all_input_nodes[0]])
         lead = self.rows.lead[node]
-        own_shape = [self.stop - self.start, *shape[lead:]]
+        own_shape = [self.count, *shape[lead:]]
         if kind is Kind.RESHAPED:
             return self._reshaped(node, self.values[node.all_input_nodes[0]], own_shape)
         if kind is Kind.PERMUTED:
@@ -334,7 +358,7 @@ class Chunk:
 
     def _along_a_dim(self, node: Node, shape: tuple[int, ...], lead: int, shift: int) -> Node:
         def take(value: Node) -> Node:
-            return self.values[value] if value in self.values else self._slice(value, shape, lead, node)
+            return self.values[value] if value in self.values else self._picked(value, shape, lead, node)
 
         if node.target is aten.constant_pad_nd.default:
             return self.call(node, node.target, take(node.all_input_nodes[0]), *node.args[1:], **node.kwargs)
@@ -362,15 +386,15 @@ class Chunk:
         if value in self.values:
             return self.values[value]
         if self.rows.outer(value, shape, lead) != "whole":
-            return self._slice(value, shape, lead, node)
+            return self._picked(value, shape, lead, node)
         given = value.meta["val"].shape
         rest = len(shape) - lead
         if len(given) <= rest:
             return self.outer(value)
         return self._reshaped(node, self.outer(value), [1, *given[len(given) - rest :]])
 
-    def _slice(self, value: Node, shape: tuple[int, ...], lead: int, node: Node) -> Node:
-        return self.call(node, aten.slice.Tensor, self.flat(value, shape, lead), 0, self.start, self.stop)
+    def _picked(self, value: Node, shape: tuple[int, ...], lead: int, node: Node) -> Node:
+        return self.pick(node, self.flat(value, shape, lead), 0)
 
     def factors(self, node: Node) -> tuple[Node, Node]:
         """The left and the right factor of a product that is summed over rows."""
@@ -378,7 +402,7 @@ class Chunk:
         for dim, factor in zip((1, 0), node.all_input_nodes, strict=True):
             value = self._any(factor)
             if factor not in self.values:
-                value = self.call(node, aten.slice.Tensor, value, dim, self.start, self.stop)
+                value = self.pick(node, value, dim)
             factors.append(value)
         return factors[0], factors[1]
 
@@ -397,7 +421,7 @@ def reshaped(call: Call, like: Node, value: Node, shape: list[int]) -> Node:
     """The value in another shape: a view where its strides allow that."""
     try:
         value.meta["val"].view(shape)
-    except RuntimeError:
+    except (RuntimeError, ValueError):
         value = call(like, aten.clone.default, value, memory_format=torch.contiguous_format)
     return call(like, aten.view.default, value, shape)
 
