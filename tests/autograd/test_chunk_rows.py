@@ -193,7 +193,7 @@ def test_one_chunk_is_in_memory_at_a_time(is_inference: bool) -> None:
     alive = alive_together(loops, wide)
     assert wide and alive == (1 if is_inference else 2)
     totals = [step for step in loops.steps if isinstance(step, ExternCall) and step.target is ADD_PRODUCT_]
-    assert len(totals) == (0 if is_inference else 4)
+    assert len(totals) == (0 if is_inference else 3)
     assert len({step.arguments[0].buffer for step in totals}) <= 1
 
 

@@ -35,7 +35,7 @@ from gradsplit.compile_core.autograd.rewrites.part_writer import PartWriter
 from gradsplit.compile_core.autograd.rewrites.rows import WIDTH_RATIO, Kind, Rows, SomeRows
 from gradsplit.compile_core.autograd.rewrites.select_rows import select_rows
 from gradsplit.compile_core.ir.graphs import JointGraph
-from gradsplit.compile_core.ir.row_chunks import ADD_PRODUCT, AFTER, sum_dtype
+from gradsplit.compile_core.ir.row_chunks import ADD_PRODUCT, AFTER, WIDE_PRODUCT
 from gradsplit.compile_core.torch_facts.dispatcher import is_random
 
 aten = torch.ops.aten
@@ -196,14 +196,18 @@ class _Chunking(PartWriter):
         self.size = size
 
     def run(self) -> None:
+        """Changes the graph."""
         results = self.part.results()
+        whole: dict[Node, Node] = {}
         with self.mode, self.graph.inserting_before(self.product):
             self._compute_for_one()
             chunks, sums = self._chunks(results)
-            whole = {node: self._whole(node, chunks, sums) for node in results}
-            whole = self._all_at_once(whole)
-            whole = {node: self._multiplied(node, value) for node, value in whole.items()}
-        self.finish(self.part.nodes, whole)
+            for node in results:
+                if node in sums and _is_only_widened(node, sums[node]):
+                    self._widen(node, self._multiplied(node, sums[node]), whole)
+                else:
+                    whole[node] = self._multiplied(node, self._whole(node, chunks, sums))
+        self.finish([*self.part.nodes, *whole], whole)
 
     def _compute_for_one(self) -> None:
         """What gradients of the part are computed from, for a one in the place of what arrives."""
@@ -222,20 +226,30 @@ class _Chunking(PartWriter):
         """The part for each chunk, and its sums over them."""
         chunks: list[SomeRows] = []
         sums: dict[Node, Node] = {}
+        summed = [node for node in self.part.nodes if self.rows.kinds[node] is Kind.SUMMED_ROWS]
         for start in range(0, self.rows.count, self.size):
             chunk = self._chunk(start, min(start + self.size, self.rows.count))
             chunk.values[self.product] = self._product(chunk, chunks, sums, results)
             for node in self.part.nodes[1:]:
-                kind = self.rows.kinds[node]
-                if kind is Kind.SUMMED_PRODUCT:
-                    sums[node] = self.call(node, ADD_PRODUCT, self._total(node, sums), *chunk.factors(node))
-                    continue
-                chunk.compute(node)
-                if kind is Kind.SUMMED_ROWS:
-                    value = chunk.values[node]
-                    sums[node] = self.call(node, aten.add.Tensor, sums[node], value) if chunks else value
+                if self.rows.kinds[node] is Kind.SUMMED_PRODUCT:
+                    sums[node] = self._added_product(node, sums.get(node), *chunk.factors(node))
+                else:
+                    chunk.compute(node)
+            if start + self.size >= self.rows.count:
+                self._complete_gradients(chunk, sums, results)
+            for node in summed:
+                value = chunk.values[node]
+                sums[node] = self.call(node, aten.add.Tensor, sums[node], value) if chunks else value
             chunks.append(chunk)
         return chunks, sums
+
+    def _complete_gradients(self, last: SomeRows, sums: dict[Node, Node], results: Sequence[Node]) -> None:
+        """Puts what the forward wants of the last chunk after all gradients, so that the forward computes these."""
+        gradients = [sums.get(node) or last.values[node] for node in results if node in self.part.multiples]
+        for node in results:
+            # They are put together or added up yet: nothing that shares memory leaves the part.
+            if gradients and node not in self.part.multiples and node in last.values:
+                last.values[node] = self.call(node, AFTER, last.values[node], gradients)
 
     def _chunk(self, start: int, stop: int) -> SomeRows:
         def pick(like: Node, value: Node, dim: int) -> Node:
@@ -256,12 +270,10 @@ class _Chunking(PartWriter):
             taken = self.call(self.product, AFTER, taken, done or list(sums.values()))
         return self.call(self.product, self.product.target, *summand, taken, right)
 
-    def _total(self, node: Node, sums: dict[Node, Node]) -> Node:
-        if node in sums:
-            return sums[node]
-        value = node.meta["val"]
-        dtype = sum_dtype(value.dtype)
-        return self.call(node, aten.full.default, list(value.shape), 0.0, dtype=dtype, device=value.device)
+    def _added_product(self, node: Node, total: Node | None, left: Node, right: Node) -> Node:
+        if total is None:
+            return self.call(node, WIDE_PRODUCT, left, right)
+        return self.call(node, ADD_PRODUCT, total, left, right)
 
     def _whole(self, node: Node, chunks: Sequence[SomeRows], sums: dict[Node, Node]) -> Node:
         """A result of the part."""
@@ -274,15 +286,14 @@ class _Chunking(PartWriter):
             whole = self.call(node, aten._to_copy.default, sums[node], dtype=value.dtype)
         return self.reshaped(node, whole, value.shape)
 
-    def _all_at_once(self, whole: dict[Node, Node]) -> dict[Node, Node]:
-        """Gradients are complete when the forward's results are: the forward computes them."""
-        gradients = [value for node, value in whole.items() if node in self.part.multiples]
-        if not gradients:
-            return whole
-        return {
-            node: value if node in self.part.multiples else self.call(node, AFTER, value, gradients)
-            for node, value in whole.items()
-        }
+    def _widen(self, node: Node, value: Node, whole: dict[Node, Node]) -> None:
+        """Gives those that read a sum in the type that it was added up in what was never rounded."""
+        for user in list(node.users):
+            if user.target is aten._to_copy.default:
+                whole[user] = value
+            else:
+                whole[user] = view = self.call(user, user.target, value, *user.args[1:], **user.kwargs)
+                self._widen(user, view, whole)
 
     def _multiplied(self, node: Node, value: Node) -> Node:
         if node not in self.part.multiples:
@@ -291,3 +302,18 @@ class _Chunking(PartWriter):
         if number.meta["val"].dim():
             number = self.call(number, aten.view.default, number, [])
         return self.call(node, aten.mul.Tensor, value, number)
+
+
+def _is_only_widened(node: Node, total: Node) -> bool:
+    """Whether a result that was added up in a wider type is read in that type, if also through views."""
+    dtype = total.meta["val"].dtype
+    if node.meta["val"].dtype == dtype:
+        return False
+    for user in node.users:
+        if user.target is aten._to_copy.default:
+            plain = user.meta["val"].dtype == dtype and user.meta["val"].device == total.meta["val"].device
+            if not plain or user.kwargs.get("memory_format") is not None:
+                return False
+        elif user.target not in (aten.slice.Tensor, aten.view.default) or not _is_only_widened(user, total):
+            return False
+    return True

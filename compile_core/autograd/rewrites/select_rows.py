@@ -2,8 +2,8 @@
 
 A language model that has one logit too many for its labels cuts off the last of each sequence,
 ``logits[:, :-1]``. All between the product and the slice, and in the backward all between the gradient of the slice,
-which is zeros there, and the gradients of the factors, is done for the other rows only; of the gradients that have rows,
-zeros are put back. So the rows of the logits are those of the labels, which ``chunk_rows`` needs.
+which is zeros there, and the gradients of the factors, is done for the other rows only; zeros are put back into the
+gradients that have rows. So the rows of the logits are those of the labels, which ``chunk_rows`` needs.
 
 One difference: zeros times an infinite derivative would be NaN in the rows that are left out.
 """
@@ -125,7 +125,8 @@ def _slice_of_rows(node: Node, rows: Rows) -> _Selection | None:
     if node.target is not aten.slice.Tensor or node.kwargs or node.args[0] in rows.apart:
         return None
     given: Any = node.args
-    value, dim, start, stop, step = (*given, *(0, 0, None, None, 1)[len(given) :])
+    defaults: Any = (0, 0, None, None, 1)
+    value, dim, start, stop, step = (*given, *defaults[len(given) :])
     lead = rows.lead.get(value, 0)
     shape = tuple(value.meta["val"].shape)
     if not shape or dim % len(shape) >= lead:
@@ -144,7 +145,8 @@ def _puts(node: Node, selection: _Selection) -> bool:
     if node.target is not aten.slice_scatter.default or node.kwargs or not is_zero(node.args[0]):
         return False
     given: Any = node.args
-    _, _, dim, start, stop, step = (*given, *(0, 0, 0, None, None, 1)[len(given) :])
+    defaults: Any = (0, 0, 0, None, None, 1)
+    _, _, dim, start, stop, step = (*given, *defaults[len(given) :])
     shape = tuple(node.meta["val"].shape)
     lead = len(selection.shape)
     return shape[:lead] == selection.shape and selection == _selection(
@@ -153,7 +155,7 @@ def _puts(node: Node, selection: _Selection) -> bool:
 
 
 def _zero_elsewhere(nodes: list[Node], slices: _Slices) -> set[Node] | None:
-    """The values of the part whose other rows are zeros; ``None`` if one is computed from such a value, and may not be."""
+    """The values of the part whose other rows are zeros; ``None`` if one that is computed from such may have others."""
     found = set(slices.put)
     for node in nodes:
         if node not in found and not found.isdisjoint(node.all_input_nodes):

@@ -46,7 +46,7 @@ _KEPT_WHOLE = frozenset(
         "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "sort", "topk", "index_put_", "index_add_",
         "scatter_add_", "scatter", "native_dropout", "bernoulli", "rand", "randn", "rand_like", "randn_like", "randint",
         "randperm", "uniform", "normal", "empty", "empty_like", "empty_strided", "new_empty", "copy_", "kept_call",
-        "after", "add_product_",
+        "after", "wide_product", "add_product_",
     }
 )  # fmt: skip
 

@@ -32,7 +32,7 @@ def lower_call(builder: ProgramBuilder, plan: GraphPlan, node: torch.fx.Node, ar
         return _product_plus_bias(builder, node, args)
     in_place = in_place_variant(node)
     if in_place is not None and isinstance(fake, torch.Tensor):
-        if place is None and takes_over(node, plan):
+        if takes_over(node, plan):
             changed = args[0]
         else:
             place = place or builder.new_like(node.name, fake)

@@ -17,6 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from gradsplit.compile_core.ir.loops import View
+from gradsplit.compile_core.ir.row_chunks import WIDE_PRODUCT
 from gradsplit.compile_core.lowering.graph_to_loops.extern_rules import IN_PLACE_VARIANTS, scalar_factor
 from gradsplit.compile_core.lowering.graph_to_loops.index_rules import INDEX_RULES, SHAPE_READERS
 from gradsplit.compile_core.lowering.graph_to_loops.lower_pooling import POOLING
@@ -231,12 +232,14 @@ def in_place_variant(node: torch.fx.Node) -> torch._ops.OpOverload | None:
 
 
 def takes_over(node: torch.fx.Node, plan: GraphPlan) -> bool:
-    """Whether a node that changes a copy of its first argument may change that itself: it was made so, too, for nobody
-    else, and lies where the program may leave it."""
+    """Whether a node that changes a copy of its first argument may change that itself: it has memory of its own, which
+    nobody else reads and in which nobody wants the result."""
     source = node.args[0]
-    if not isinstance(source, torch.fx.Node) or in_place_variant(source) is None:
+    if not isinstance(source, torch.fx.Node) or node in plan.places:
         return False
-    return {user for user in source.users if user in plan.alive} == {node} and _is_only_copied(node, source)
+    is_own = source.target is WIDE_PRODUCT or in_place_variant(source) is not None
+    readers = {user for user in source.users if user in plan.alive}
+    return is_own and readers == {node} and _is_only_copied(node, source)
 
 
 def _is_only_copied(user: torch.fx.Node, argument: torch.fx.Node) -> bool:
