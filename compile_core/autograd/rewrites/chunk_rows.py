@@ -32,7 +32,14 @@ from gradsplit.compile_core.autograd.operators.kinds import is_fusible
 from gradsplit.compile_core.autograd.operators.linear_nodes import is_linear
 from gradsplit.compile_core.autograd.operators.region_marks import mark_of
 from gradsplit.compile_core.autograd.rewrites.part_writer import PartWriter
-from gradsplit.compile_core.autograd.rewrites.rows import WIDTH_RATIO, Kind, Rows, SomeRows
+from gradsplit.compile_core.autograd.rewrites.rows import (
+    REDUCTIONS,
+    WIDTH_RATIO,
+    Kind,
+    Rows,
+    SomeRows,
+    reduced_dims,
+)
 from gradsplit.compile_core.autograd.rewrites.select_rows import select_rows
 from gradsplit.compile_core.ir.graphs import JointGraph
 from gradsplit.compile_core.ir.row_chunks import ADD_PRODUCT, AFTER, WIDE_PRODUCT
@@ -87,7 +94,23 @@ def _is_large(node: Node, least_bytes: int) -> bool:
     inner = left.meta["val"].shape[1]
     # The gradient of the weight, where there is one, is added up in float32 and is in memory beside a chunk.
     saves = rows * result.dtype.itemsize > torch.float32.itemsize * inner and width >= WIDTH_RATIO * inner
-    return saves and rows * width * result.dtype.itemsize > least_bytes
+    return saves and rows * width * result.dtype.itemsize > least_bytes and _is_reduced(node)
+
+
+def _is_reduced(product: Node) -> bool:
+    """Whether rows of something wide that is computed from a product are reduced: only then is there a loss to find."""
+    least = product.meta["val"].numel() / WIDTH_RATIO
+    seen = {product}
+    frontier = [product]
+    while frontier:
+        for user in frontier.pop().users:
+            value = user.meta.get("val")
+            if user.target in REDUCTIONS and 0 not in reduced_dims(user):
+                return True
+            if user not in seen and isinstance(value, torch.Tensor) and value.numel() > least:
+                seen.add(user)
+                frontier.append(user)
+    return False
 
 
 def _chunk_rows(product: Node, chunk_bytes: int) -> int:
@@ -135,7 +158,7 @@ def _find_part(graph: Graph, product: Node, tangents: Sequence[str]) -> _Part | 
             rows.add(node)
     nodes = rows.wide_part(graph)
     inside = set(nodes)
-    # Without a reduction it is no loss but a layer that widens, whose result is kept.
+    # Without a reduction it is a layer that widens, whose result is kept.
     if not any(rows.kinds[node] is Kind.REDUCED for node in nodes):
         return None
     if any(mark_of(node) is not None for node in nodes):
@@ -204,7 +227,8 @@ class _Chunking(PartWriter):
             chunks, sums = self._chunks(results)
             for node in results:
                 if node in sums and _is_only_widened(node, sums[node]):
-                    self._widen(node, self._multiplied(node, sums[node]), whole)
+                    total = self.reshaped(node, sums[node], node.meta["val"].shape)
+                    self._widen(node, self._multiplied(node, total), whole)
                 else:
                     whole[node] = self._multiplied(node, self._whole(node, chunks, sums))
         self.finish([*self.part.nodes, *whole], whole)

@@ -56,7 +56,7 @@ _ELEMENTWISE = {
     aten.where.self, aten._to_copy.default, aten.clone.default, aten.zeros_like.default, aten.ones_like.default,
     aten.full_like.default,
 }  # fmt: skip
-_REDUCTIONS = {
+REDUCTIONS = {
     aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.any.dim, aten.any.dims,
     aten.all.dim, aten.all.dims, aten.prod.dim_int, aten.argmax.default, aten.argmin.default,
 }  # fmt: skip
@@ -168,7 +168,7 @@ class Rows:
         first = args[0] if args and isinstance(args[0], Node) else None
         if target is aten.cat.default or target in _LOOK_UPS:
             return self._find_along(node, shape)
-        if target not in _RESHAPES | _TRANSPOSES | _REDUCTIONS | {
+        if target not in _RESHAPES | _TRANSPOSES | REDUCTIONS | {
             aten.expand.default, aten.slice.Tensor, aten.constant_pad_nd.default, aten.sum.default,
         }:  # fmt: skip
             return self._find_elementwise(node, shape)
@@ -194,7 +194,7 @@ class Rows:
             return (Kind.ALONG_A_DIM, lead) if dim >= lead else None
         if target is aten.constant_pad_nd.default:
             return (Kind.ALONG_A_DIM, lead) if len(args[1]) // 2 <= len(given) - lead else None  # type: ignore
-        dims = _reduced_dims(node)
+        dims = reduced_dims(node)
         if all(dim >= lead for dim in dims):
             return Kind.REDUCED, lead
         is_sum = target in (aten.sum.default, aten.sum.dim_IntList) and set(range(lead)) <= set(dims)
@@ -349,7 +349,7 @@ class SomeRows:
         first: Any = node.all_input_nodes[0]
         shift = lead - 1
         if kind is Kind.REDUCED:
-            dims: Any = [dim - shift for dim in _reduced_dims(node)]
+            dims: Any = [dim - shift for dim in reduced_dims(node)]
             if isinstance(_argument(node, 1, "dim", None), int):
                 (dims,) = dims
             rest = _without_dim(node.kwargs)
@@ -412,7 +412,7 @@ class SomeRows:
     def _summed(self, node: Node) -> Node:
         value = self.values[node.all_input_nodes[0]]
         lead = self.rows.lead[node.all_input_nodes[0]]
-        dims = [0, *(dim - lead + 1 for dim in _reduced_dims(node) if dim >= lead)]
+        dims = [0, *(dim - lead + 1 for dim in reduced_dims(node) if dim >= lead)]
         dtype = sum_dtype(node.meta["val"].dtype)
         return self.call(node, aten.sum.dim_IntList, value, dims, False, dtype=dtype)
 
@@ -445,7 +445,7 @@ def _without_dim(kwargs: Any) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if name != "dim"}
 
 
-def _reduced_dims(node: Node) -> list[int]:
+def reduced_dims(node: Node) -> list[int]:
     """The dims that a reduction reduces, nonnegative."""
     rank = node.all_input_nodes[0].meta["val"].dim()
     given = None if node.target is aten.sum.default else _argument(node, 1, "dim", None)
