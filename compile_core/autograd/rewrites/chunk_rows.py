@@ -99,7 +99,7 @@ def _is_large(node: Node, least_bytes: int) -> bool:
 
 def _is_reduced(product: Node) -> bool:
     """Whether rows of something wide that is computed from a product are reduced: only then is there a loss to find."""
-    least = product.meta["val"].numel() / WIDTH_RATIO
+    width = product.meta["val"].shape[1]
     seen = {product}
     frontier = [product]
     while frontier:
@@ -107,7 +107,10 @@ def _is_reduced(product: Node) -> bool:
             value = user.meta.get("val")
             if user.target in REDUCTIONS and 0 not in reduced_dims(user):
                 return True
-            if user not in seen and isinstance(value, torch.Tensor) and value.numel() > least:
+            is_wide = (
+                isinstance(value, torch.Tensor) and value.dim() and value.shape[-1] * WIDTH_RATIO > width
+            )
+            if user not in seen and is_wide and user.target is not aten.mm.default:
                 seen.add(user)
                 frontier.append(user)
     return False
