@@ -28,6 +28,7 @@ from gradsplit.compile_core.lowering.decompositions.decomposition_table import d
 from gradsplit.compile_core.lowering.fusion.batch_nests import batch_nests
 from gradsplit.compile_core.lowering.fusion.fuse import fuse
 from gradsplit.compile_core.lowering.graph_to_loops.lower import lower
+from tests.autograd import random_losses
 from tests.autograd.compare_with_eager import captured, fakes
 from tests.lowering.move_graph import on_gpu
 
@@ -402,3 +403,25 @@ def test_products_are_added_up_in_float32() -> None:
     torch.testing.assert_close(
         ADD_PRODUCT(same, left.double(), right.double()), same + left.double() @ right.double()
     )
+
+
+def check_random_loss(seed: int) -> bool:
+    """Whether anything was done by chunks; the values are the plain graph's."""
+    x, weight, bias, labels = (tensor.detach() for tensor in values(torch.float64, seed))
+    inputs = (x, weight[: random_losses.VOCABULARY], bias[: random_losses.VOCABULARY])
+    inputs = (*(tensor.clone().requires_grad_() for tensor in inputs), labels % random_losses.VOCABULARY)
+    plain = joint_of(random_losses.random_loss(seed), *inputs)
+    after = chunked(plain, 7 * random_losses.VOCABULARY * 8)
+    tangents = [torch.tensor(0.3, dtype=torch.float64)] * len(plain.tangents)
+    expected, actual = plain.module(*inputs, *tangents), after.module(*inputs, *tangents)
+    for one, other in zip(actual, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11, equal_nan=True)
+            assert one.stride() == other.stride()
+    return is_chunked(after)
+
+
+def test_random_losses() -> None:
+    done = [check_random_loss(seed) for seed in range(60)]
+    assert sum(done) > 30

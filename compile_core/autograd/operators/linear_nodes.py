@@ -51,6 +51,8 @@ def is_linear(node: Node, varying: Set[Node]) -> bool:
         return not varies(args[0]) and scales(*args[1:])
     if target in (aten.scatter_add.default, aten.scatter.src):
         return scales(args[0], args[3]) and not varies(args[2])
+    if target is aten.slice_scatter.default:
+        return scales(*args[:2])
     if target is aten.cat.default:
         return scales(*args[0])  # type: ignore[misc]
     if target is aten.constant_pad_nd.default:

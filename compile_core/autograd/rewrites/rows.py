@@ -166,7 +166,7 @@ class Rows:
         if target in (aten.mm.default, aten.addmm.default):
             return self._find_product(node)
         first = args[0] if args and isinstance(args[0], Node) else None
-        if target is aten.cat.default or target in _LOOK_UPS:
+        if target in _LOOK_UPS or target in (aten.cat.default, aten.slice_scatter.default):
             return self._find_along(node, shape)
         if target not in _RESHAPES | _TRANSPOSES | REDUCTIONS | {
             aten.expand.default, aten.slice.Tensor, aten.constant_pad_nd.default, aten.sum.default,
@@ -242,6 +242,8 @@ class Rows:
         if node.target is aten.cat.default:
             tensors: Any = list(node.args[0])  # type: ignore[arg-type]
             dim = _argument(node, 1, "dim", 0)
+        elif node.target is aten.slice_scatter.default:
+            tensors, dim = list(node.args[:2]), _argument(node, 2, "dim", 0)
         else:
             values: Any = node.args
             tensors, dim = [values[0], *(value for value in values[2:] if isinstance(value, Node))], values[1]
@@ -365,8 +367,12 @@ class SomeRows:
         if node.target is aten.cat.default:
             dim = _argument(node, 1, "dim", 0) % len(shape) - shift
             return self.call(node, node.target, [take(v) for v in node.args[0]], dim)  # type: ignore
+        given: Any = node.args
+        if node.target is aten.slice_scatter.default:
+            dim = _argument(node, 2, "dim", 0) % len(shape) - shift
+            rest = _without_dim(node.kwargs)
+            return self.call(node, node.target, take(given[0]), take(given[1]), dim, *given[3:], **rest)
         if node.target in _LOOK_UPS:
-            given: Any = node.args
             tensor, dim, *others = given
             others = [take(value) if isinstance(value, Node) else value for value in others]
             return self.call(

@@ -147,11 +147,10 @@ def _puts(node: Node, selection: _Selection) -> bool:
     given: Any = node.args
     defaults: Any = (0, 0, 0, None, None, 1)
     _, _, dim, start, stop, step = (*given, *defaults[len(given) :])
-    shape = tuple(node.meta["val"].shape)
-    lead = len(selection.shape)
-    return shape[:lead] == selection.shape and selection == _selection(
-        shape[:lead], dim % len(shape), start, stop, step
-    )
+    shape, lead = tuple(node.meta["val"].shape), len(selection.shape)
+    if shape[:lead] != selection.shape or dim % len(shape) >= lead:
+        return False
+    return selection == _selection(shape[:lead], dim % len(shape), start, stop, step)
 
 
 def _zero_elsewhere(nodes: list[Node], slices: _Slices) -> set[Node] | None:
