@@ -17,7 +17,7 @@ Rows = Callable[[Tensor, Tensor], Tensor]
 
 
 def random_loss(seed: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Any]:
-    """A function of ``x [ROWS, WIDTH]``, ``weight [VOCABULARY, WIDTH]``, ``bias [VOCABULARY]`` and labels ``[ROWS]``."""
+    """A function of ``x [ROWS, WIDTH]``, a weight ``[VOCABULARY, WIDTH]``, a bias and labels ``[ROWS]``."""
     draw = random.Random(seed)
     shape = draw.choice([(ROWS,), (BATCH, TIME), (1, BATCH, TIME)])
     steps = [_random_step(draw, len(shape)) for _ in range(draw.randrange(4))]

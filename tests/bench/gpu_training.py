@@ -104,6 +104,9 @@ SIDES: Mapping[str, Callable[[nn.Module], Any]] = {
         )
         for mib in (0, 64, 128, 256, 512)
     },
+    "gradsplit chunks 128 budget 85": lambda model: gradsplit.compile(
+        model, options={"chunk_bytes": 128 << 20, "activation_memory_budget": 0.85}
+    ),
     "bridge": lambda model: gradsplit.compile(model, backend="inductor"),
 }
 
