@@ -84,8 +84,8 @@ def cut_off(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def capped_and_cut_off(logits: Tensor, labels: Tensor) -> Tensor:
-    logits = (3 * torch.tanh(logits.double() / 3)).view(2, -1, VOCABULARY)[:, 1::2]
-    return F.cross_entropy(logits.reshape(-1, VOCABULARY), labels.view(2, -1)[:, ::2].flatten())
+    logits = (3 * torch.tanh(logits.double() / 3)).view(2, -1, VOCABULARY)[:, 2:]
+    return F.cross_entropy(logits.reshape(-1, VOCABULARY), labels.view(2, -1)[:, :-2].flatten())
 
 
 def distilled(logits: Tensor, labels: Tensor) -> Tensor:
@@ -180,11 +180,12 @@ def test_the_forward_computes_the_gradient(name: str) -> None:
     assert graph.saved_bytes <= 4 * ((ROWS + VOCABULARY) * WIDTH + VOCABULARY)
 
 
-@pytest.mark.parametrize("is_inference", [False, True])
-def test_one_chunk_is_in_memory_at_a_time(is_inference: bool) -> None:
+@pytest.mark.parametrize("wanted", ["all", "of the weight", "none"])
+def test_one_chunk_is_in_memory_at_a_time(wanted: str) -> None:
     x, weight, bias, labels = values()
+    is_inference = wanted == "none"
     with torch.set_grad_enabled(not is_inference):
-        inputs = (x.detach(), weight.detach(), bias.detach(), labels) if is_inference else values()
+        inputs = (x if wanted == "all" else x.detach(), weight, bias, labels)
         joint = chunked(joint_of(program(LOSSES["mean"], False), *inputs, device_type="cuda"))
     assert is_chunked(joint)
     forward = partition(joint).forward
@@ -411,7 +412,7 @@ def check_random_loss(seed: int) -> bool:
     inputs = (x, weight[: random_losses.VOCABULARY], bias[: random_losses.VOCABULARY])
     inputs = (*(tensor.clone().requires_grad_() for tensor in inputs), labels % random_losses.VOCABULARY)
     plain = joint_of(random_losses.random_loss(seed), *inputs)
-    after = chunked(plain, 7 * random_losses.VOCABULARY * 8)
+    after = chunked(plain, 4 * random_losses.VOCABULARY * 8)
     tangents = [torch.tensor(0.3, dtype=torch.float64)] * len(plain.tangents)
     expected, actual = plain.module(*inputs, *tangents), after.module(*inputs, *tangents)
     for one, other in zip(actual, expected, strict=True):
@@ -424,7 +425,7 @@ def check_random_loss(seed: int) -> bool:
 
 def test_random_losses() -> None:
     done = [check_random_loss(seed) for seed in range(60)]
-    assert sum(done) > 30
+    assert sum(done) > 25
 
 
 @pytest.mark.gpu

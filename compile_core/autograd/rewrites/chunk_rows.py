@@ -67,7 +67,9 @@ def chunk_rows(joint: JointGraph, chunk_bytes: int) -> JointGraph:
         if not chunk_bytes or not _is_large(node, 2 * chunk_bytes):
             continue
         product = select_rows(graph, node)
-        part = _find_part(graph, product or node, joint.tangents)
+        part = None
+        if product is None or _is_large(product, 2 * chunk_bytes):
+            part = _find_part(graph, product or node, joint.tangents)
         if part is not None:
             _Chunking(graph, part, _chunk_rows(part.rows.product, chunk_bytes)).run()
         if product is not None or part is not None:
@@ -272,7 +274,8 @@ class _Chunking(PartWriter):
 
     def _complete_gradients(self, last: SomeRows, sums: dict[Node, Node], results: Sequence[Node]) -> None:
         """Puts what the forward wants of the last chunk after all gradients, so that the forward computes these."""
-        gradients = [sums.get(node) or last.values[node] for node in results if node in self.part.multiples]
+        values = {**sums, **last.values}
+        gradients = [values[node] for node in results if node in self.part.multiples]
         for node in results:
             # They are put together or added up yet: nothing that shares memory leaves the part.
             if gradients and node not in self.part.multiples and node in last.values:
@@ -292,9 +295,8 @@ class _Chunking(PartWriter):
         assert isinstance(left, Node)
         taken = chunk.pick(self.product, left, 0)
         if before:
-            done = [before[-1].values[node] for node in results if node in self.rows.lead]
-            # What is added to in place has no other reader, else it would be copied; it is in order anyway.
-            taken = self.call(self.product, AFTER, taken, done or list(sums.values()))
+            values = {**before[-1].values, **sums}
+            taken = self.call(self.product, AFTER, taken, [values[node] for node in results])
         return self.call(self.product, self.product.target, *summand, taken, right)
 
     def _added_product(self, node: Node, total: Node | None, left: Node, right: Node) -> Node:
