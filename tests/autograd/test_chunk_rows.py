@@ -21,7 +21,7 @@ from gradsplit.compile_core.autograd.trace_joint import trace_joint
 from gradsplit.compile_core.ir.graphs import JointGraph
 from gradsplit.compile_core.ir.loops import ExternCall, LoopProgram
 from gradsplit.compile_core.ir.regions import whole_schedule
-from gradsplit.compile_core.ir.row_chunks import ADD_PRODUCT, ADD_PRODUCT_, AFTER
+from gradsplit.compile_core.ir.row_chunks import ADD_PRODUCT, ADD_PRODUCT_, AFTER, WIDE_PRODUCT
 from gradsplit.compile_core.ir.step_effects import reads, writes
 from gradsplit.compile_core.ir.verify_graphs import verify_joint, verify_partition
 from gradsplit.compile_core.lowering.decompositions.decomposition_table import decomposition_table
@@ -390,20 +390,26 @@ def test_every_row_may_be_ignored() -> None:
         torch.testing.assert_close(mine, theirs, equal_nan=True)
 
 
-def test_products_are_added_up_in_float32() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_products_are_added_up_in_float32(device: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(shape, generator=generator).bfloat16() for shape in ((8, 64), (64, 4)))
-    total = torch.randn(8, 4, generator=generator)
+    shapes = ((64, 128), (128, 32), (64, 32))
+    left, right, total = (torch.randn(shape, generator=generator).to(device) for shape in shapes)
+    left, right = left.bfloat16(), right.bfloat16()
+    product = left.double() @ right.double()
+    # On a CPU torch rounds a product before it is added.
+    rounding = {"cpu": 0.1, "cuda": 1e-4}[device]
     for operator in (ADD_PRODUCT, ADD_PRODUCT_):
         given = total.clone()
-        result = operator(given, left, right)
+        result = operator(given, left.t().contiguous().t(), right)
         assert result.dtype is torch.float32 and (result is given) == (operator is ADD_PRODUCT_)
         assert torch.equal(given, total) == (operator is ADD_PRODUCT)
-        torch.testing.assert_close(result, total + left.float() @ right.float(), rtol=0.01, atol=0.05)
+        torch.testing.assert_close(result.double(), total + product, rtol=rounding, atol=rounding)
+    wide = WIDE_PRODUCT(left, right)
+    assert wide.dtype is torch.float32
+    torch.testing.assert_close(wide.double(), product, rtol=rounding, atol=rounding)
     same = total.double()
-    torch.testing.assert_close(
-        ADD_PRODUCT(same, left.double(), right.double()), same + left.double() @ right.double()
-    )
+    torch.testing.assert_close(ADD_PRODUCT(same, left.double(), right.double()), same + product)
 
 
 def check_random_loss(seed: int) -> bool:
