@@ -466,3 +466,28 @@ def test_a_loss_over_an_odd_vocabulary_on_a_gpu(tied: bool, mode: str) -> None:
             assert mine.grad is not None and theirs.grad is not None
             assert (mine.grad.double() - theirs.grad).norm() <= 1e-2 * theirs.grad.norm()
     assert mode == "reduce-overhead" or peak < logits_bytes
+
+
+@pytest.mark.parametrize("arriving", [(True, True), (True, False), (False, True)])
+def test_other_results_get_gradients_of_their_own(
+    arriving: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = watch(monkeypatch)
+
+    def run(x: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = F.linear(x, weight)
+        return F.cross_entropy(logits, labels), (x.log() * weight[:ROWS]).sum(), logits.argmax(-1)
+
+    x, weight, _, labels = values()
+    compiled = gradsplit.compile(run, options={"chunk_bytes": CHUNK_BYTES})
+    results = []
+    for call in (run, compiled):
+        inputs = [tensor.detach().abs().requires_grad_() for tensor in (x, weight)]
+        loss, other, best = call(*inputs, labels)
+        torch.autograd.backward(
+            [result for result, wanted in zip((loss, other), arriving, strict=True) if wanted]
+        )
+        results.append([loss.detach(), other.detach(), best, *(tensor.grad for tensor in inputs)])
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert seen == [True]
