@@ -481,7 +481,7 @@ def test_other_results_get_gradients_of_their_own(
     x, weight, _, labels = values()
     compiled = gradsplit.compile(run, options={"chunk_bytes": CHUNK_BYTES})
     results = []
-    calls: tuple[Callable[..., Any], ...] = (run, compiled)
+    calls: Any = (run, compiled)
     for call in calls:
         inputs = [tensor.detach().abs().requires_grad_() for tensor in (x, weight)]
         loss, other, best = call(*inputs, labels)
