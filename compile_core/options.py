@@ -174,6 +174,10 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 def _is_share(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
 
@@ -266,6 +270,15 @@ class CompileOptions:
         metadata=_flag(
             "on GPUs, pad odd sides of the matrices that products read and write with zeros, as of a vocabulary of "
             "50257, so that their rows are aligned"
+        ),
+    )
+    chunk_bytes: int = field(
+        default=128 << 20,
+        metadata=_option(
+            _is_size,
+            "a number of bytes",
+            "a loss over a vocabulary is computed for so many bytes of its logits at a time, forward and backward; 0 "
+            "keeps logits and their gradient whole",
         ),
     )
     compile_elsewhere: bool = field(

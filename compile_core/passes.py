@@ -17,6 +17,7 @@ from gradsplit.compile_core.autograd.captured_graphs.grouped_heads import group_
 from gradsplit.compile_core.autograd.captured_graphs.known_masks import simplify_masks
 from gradsplit.compile_core.autograd.captured_graphs.open_probabilities import draw_uniform
 from gradsplit.compile_core.autograd.rewrites.absent_gradients import keep_absent_apart
+from gradsplit.compile_core.autograd.rewrites.chunk_rows import chunk_rows
 from gradsplit.compile_core.autograd.rewrites.pad_products import pad_products
 from gradsplit.compile_core.autograd.rewrites.random_to_counters import random_to_counters
 from gradsplit.compile_core.ir.graphs import JointGraph
@@ -49,10 +50,12 @@ class GraphChoices:
     Attributes:
         makes_random_numbers: regions draw their own random numbers, which need not be torch's.
         pads_products: the sides of matrix products are padded to what tensor cores take.
+        chunk_bytes: of how many bytes of a product a loss is computed at a time; 0 for all of them.
     """
 
     makes_random_numbers: bool
     pads_products: bool
+    chunk_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,12 @@ JOINT_PASSES: Sequence[Pass[JointGraph, GraphChoices]] = (
         "pad_products",
         lambda joint, choices: pad_products(joint, torch.get_float32_matmul_precision() != "highest"),
         when=lambda choices: choices.pads_products,
+    ),
+    # Chunks of padded products are padded.
+    Pass(
+        "chunk_rows",
+        lambda joint, choices: chunk_rows(joint, choices.chunk_bytes),
+        when=lambda choices: choices.chunk_bytes > 0,
     ),
 )
 

@@ -210,6 +210,7 @@ def compile_stages(
     choices = GraphChoices(
         makes_random_numbers=backend.makes_random_numbers and not options.fallback_random,
         pads_products=backend.aligns_products and options.shape_padding,
+        chunk_bytes=options.chunk_bytes if backend.keeps_order else 0,
     )
     if choices.makes_random_numbers:
         decompositions = {**decompositions, **random_decompositions.DECOMPOSITIONS}

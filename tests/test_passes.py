@@ -22,6 +22,7 @@ from gradsplit.compile_core.ir.loops import LoopProgram
 from gradsplit.compile_core.ir.print_graph import print_graph
 from gradsplit.compile_core.ir.print_loops import print_program
 from gradsplit.compile_core.ir.schedule import Compute
+from gradsplit.compile_core.lowering.decompositions.decomposition_table import decomposition_table
 from gradsplit.compile_core.lowering.fusion.fuse import fuse
 from gradsplit.compile_core.lowering.graph_to_loops.lower import lower
 from gradsplit.compile_core.lowering.products import choose_products
@@ -109,6 +110,17 @@ def pad_products() -> Any:
     return replace(joint, module=on_gpu(joint.module)), GRAPHS
 
 
+def chunk_rows() -> Any:
+    def loss(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(x @ weight.t(), labels)
+
+    x, weight = (torch.ones(shape, requires_grad=True) for shape in ((6, 1), (5, 1)))
+    program = trace_joint(
+        captured(loss), fakes([x, weight, torch.zeros(6, dtype=torch.int64)]), decomposition_table("cpu")
+    )
+    return program, replace(GRAPHS, chunk_bytes=2 * 5 * 4)
+
+
 def overwrite_inputs() -> Any:
     compute = compute_of(trace(lambda a, b: a + b, torch.ones(4), torch.ones(4)))
     compute = replace(compute, replaced={compute.outputs[0]: compute.inputs[0]})
@@ -122,6 +134,7 @@ EXAMPLES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "absent_gradients": absent_gradients,
     "random_to_counters": random_to_counters,
     "pad_products": pad_products,
+    "chunk_rows": chunk_rows,
     "choose_gemm": lambda: loops_of(torch.mm, torch.ones(4, 5), torch.ones(5, 6)),
     "fuse": lambda: loops_of(lambda a, b: ((a * b).sum(1), a.sin()), torch.ones(4, 5), torch.ones(4, 5)),
     "join_column_sums": lambda: (on(GPU, norm_backward()), None),

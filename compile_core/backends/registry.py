@@ -52,6 +52,8 @@ class RegionBackend:
         decompositions: device type and options -> the decompositions that the joint trace applies.
         makes_random_numbers: regions may have the operators of ``ir.counter_random``; else random numbers are torch's.
         aligns_products: matrix products are to be padded (``autograd.rewrites.pad_products``) before it sees them.
+        keeps_order: a region's values are made in an order that its graph allows and freed when nothing reads them, so
+            that what is computed in chunks is never whole in memory.
         takes_open_sizes: regions may have symbolic sizes, and take and return integers beside tensors.
         takes_floats: they may take and return floats, too.
         compile_elsewhere: for a backend that does not take them, what compiles a region for some of its sizes in
@@ -68,6 +70,7 @@ class RegionBackend:
     tags: frozenset[str] = frozenset()
     makes_random_numbers: bool = False
     aligns_products: bool = False
+    keeps_order: bool = False
     takes_open_sizes: bool = False
     takes_floats: bool = False
     compile_elsewhere: Callable[..., Callable[..., Any] | None] = lambda *region: None
@@ -90,7 +93,9 @@ DEFAULT_BACKEND = "triton"
 
 _DEBUG = frozenset(["debug"])
 # Options about kernels, for those who make none; and those that somebody heeds whatever the backend.
-_OF_KERNELS = frozenset(["max_autotune", "epilogue_fusion", "shape_padding", "fallback_random"])
+_OF_KERNELS = frozenset(
+    ["max_autotune", "epilogue_fusion", "shape_padding", "fallback_random", "chunk_bytes"]
+)
 _OF_ALL = frozenset(["cache_size_limit"])
 
 _backends: dict[str, Backend] = {
@@ -131,6 +136,7 @@ _backends: dict[str, Backend] = {
         generated_kernels.decompositions,
         makes_random_numbers=True,
         aligns_products=True,
+        keeps_order=True,
         compile_elsewhere=compile_elsewhere,
         prepare=generated_kernels.prepare,
     ),

@@ -10,6 +10,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from gradsplit.compile_core.autograd.operators.costs import moved_bytes, operations_of, result_bytes
+from gradsplit.compile_core.ir.row_chunks import ADD_PRODUCT, WIDE_PRODUCT
 
 aten = torch.ops.aten
 
@@ -33,6 +34,9 @@ def test_products_and_what_only_moves() -> None:
         left, right = torch.empty(5, 7), torch.empty(7, 9)
         product = call(aten.mm.default, left, right, result=left @ right)
         total = call(aten.add.Tensor, left, left, result=left + left)
+        added = call(ADD_PRODUCT, left @ right, left, right, result=left @ right)
+        wide = call(WIDE_PRODUCT, left, right, result=left @ right)
+    assert operations_of(added) == operations_of(wide) == operations_of(product)
     assert operations_of(product) == 2 * 5 * 7 * 9
     assert moved_bytes(product) == 4 * (5 * 7 + 7 * 9 + 5 * 9)
     assert operations_of(total) == 0

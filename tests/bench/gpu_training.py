@@ -97,6 +97,16 @@ SIDES: Mapping[str, Callable[[nn.Module], Any]] = {
     "inductor reduce-overhead": lambda model: torch.compile(model, mode="reduce-overhead"),
     "gradsplit": gradsplit.compile,
     "gradsplit reduce-overhead": lambda model: gradsplit.compile(model, mode="reduce-overhead"),
+    # The loss over a vocabulary whole, and in chunks of other sizes.
+    **{
+        f"gradsplit chunks {mib}": lambda model, mib=mib: gradsplit.compile(
+            model, options={"chunk_bytes": mib << 20}
+        )
+        for mib in (0, 64, 128, 256, 512)
+    },
+    "gradsplit chunks 128 budget 85": lambda model: gradsplit.compile(
+        model, options={"chunk_bytes": 128 << 20, "activation_memory_budget": 0.85}
+    ),
     "bridge": lambda model: gradsplit.compile(model, backend="inductor"),
 }
 
@@ -170,7 +180,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--sides", default=",".join(SIDES))
+    chosen = ",".join(side for side in SIDES if " chunks " not in side)
+    parser.add_argument("--sides", default=chosen, help=f"of {', '.join(SIDES)}")
     parser.add_argument("--rows", type=int, default=6, help=f"measured ones, of {_IN_A_ROW} steps")
     arguments = parser.parse_args()
     torch.set_float32_matmul_precision("high")

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from gradsplit.compile_core.autograd.operators.kinds import packet
+from gradsplit.compile_core.ir.row_chunks import ADD_PRODUCT, WIDE_PRODUCT
 from gradsplit.compile_core.torch_facts.symbolic_numbers import value_at_compilation
 
 
@@ -19,10 +20,12 @@ def operations_of(node: Node) -> int:
 
     Sizes are those of the call that is compiled for: that two are equal becomes no condition.
     """
-    formula = flop_registry.get(packet(node))
+    is_chunk = node.target in (WIDE_PRODUCT, ADD_PRODUCT)
+    formula = flop_registry.get(torch.ops.aten.mm if is_chunk else packet(node))
     if formula is None:
         return 0
-    args, kwargs = map_arg((node.args, node.kwargs), lambda value: value.meta["val"])
+    given = node.args[-2:] if is_chunk else node.args
+    args, kwargs = map_arg((given, node.kwargs), lambda value: value.meta["val"])
     # Torch wraps formulas that take shapes into ones that take tensors, too.
     if hasattr(formula, "__wrapped__"):
         args, kwargs, result = tree_map(_shape_at_compilation, (args, kwargs, node.meta["val"]))

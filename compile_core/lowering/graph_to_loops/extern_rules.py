@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from gradsplit.compile_core.ir.loops import ExternCall, LoopProgram
+from gradsplit.compile_core.ir.row_chunks import ADD_PRODUCT, ADD_PRODUCT_
 
 aten = torch.ops.aten
 
@@ -27,6 +28,7 @@ IN_PLACE_VARIANTS: Mapping[torch._ops.OpOverload, torch._ops.OpOverload] = {
     aten.index_add.default: aten.index_add_.default,
     aten.index_put.default: aten.index_put_.default,
     aten.scatter_add.default: aten.scatter_add_.default,
+    ADD_PRODUCT: ADD_PRODUCT_,
 }
 
 # Operators that run as torch's kernels by choice; any other extern call is a fallback.
@@ -44,6 +46,7 @@ _KEPT_WHOLE = frozenset(
         "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "sort", "topk", "index_put_", "index_add_",
         "scatter_add_", "scatter", "native_dropout", "bernoulli", "rand", "randn", "rand_like", "randn_like", "randint",
         "randperm", "uniform", "normal", "empty", "empty_like", "empty_strided", "new_empty", "copy_", "kept_call",
+        "after", "wide_product", "add_product_",
     }
 )  # fmt: skip
 

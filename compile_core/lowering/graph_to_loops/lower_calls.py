@@ -17,7 +17,7 @@ from gradsplit.compile_core.lowering.graph_to_loops.lower_builder import (
     static_spec,
 )
 from gradsplit.compile_core.lowering.graph_to_loops.lower_index import Index
-from gradsplit.compile_core.lowering.graph_to_loops.lower_plan import GraphPlan, in_place_variant
+from gradsplit.compile_core.lowering.graph_to_loops.lower_plan import GraphPlan, in_place_variant, takes_over
 from gradsplit.compile_core.lowering.graph_to_loops.lower_values import Cost, Emitter, LazyTensor
 
 aten = torch.ops.aten
@@ -32,9 +32,12 @@ def lower_call(builder: ProgramBuilder, plan: GraphPlan, node: torch.fx.Node, ar
         return _product_plus_bias(builder, node, args)
     in_place = in_place_variant(node)
     if in_place is not None and isinstance(fake, torch.Tensor):
-        place = place or builder.new_like(node.name, fake)
-        builder.store_into(place, args[0])
-        changed = builder.in_memory(place, tuple(fake.stride()), node.name)
+        if takes_over(node, plan):
+            changed = args[0]
+        else:
+            place = place or builder.new_like(node.name, fake)
+            builder.store_into(place, args[0])
+            changed = builder.in_memory(place, tuple(fake.stride()), node.name)
         builder.call(in_place, (changed, *args[1:]), kwargs, (None,), {}, node.name)
         return changed
     single = isinstance(fake, torch.Tensor)

@@ -17,6 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from gradsplit.compile_core.ir.loops import View
+from gradsplit.compile_core.ir.row_chunks import AFTER, WIDE_PRODUCT
 from gradsplit.compile_core.lowering.graph_to_loops.extern_rules import IN_PLACE_VARIANTS, scalar_factor
 from gradsplit.compile_core.lowering.graph_to_loops.index_rules import INDEX_RULES, SHAPE_READERS
 from gradsplit.compile_core.lowering.graph_to_loops.lower_pooling import POOLING
@@ -228,6 +229,21 @@ def in_place_variant(node: torch.fx.Node) -> torch._ops.OpOverload | None:
     """What changes a copy of the first argument, where the node's operator does so and a nest can copy it."""
     variant = IN_PLACE_VARIANTS.get(node.target)  # type: ignore[call-overload]
     return variant if variant is not None and is_loop_dtype(node.meta["val"].dtype) else None
+
+
+def takes_over(node: torch.fx.Node, plan: GraphPlan) -> bool:
+    """Whether a node that changes a copy of its first argument may change that itself: it has memory of its own, whose
+    elements nobody else reads and in which nobody wants the result."""
+    source = node.args[0]
+    if not isinstance(source, torch.fx.Node) or node in plan.places:
+        return False
+    is_own = source.target is WIDE_PRODUCT or in_place_variant(source) is not None
+    readers = {
+        user
+        for user in source.users
+        if user in plan.alive and not (user.target is AFTER and user.args[0] is not source)
+    }
+    return is_own and readers == {node} and _is_only_copied(node, source)
 
 
 def _is_only_copied(user: torch.fx.Node, argument: torch.fx.Node) -> bool:
