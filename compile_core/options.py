@@ -272,13 +272,14 @@ class CompileOptions:
             "50257, so that their rows are aligned"
         ),
     )
+    # Smaller ones save memory and cost time: of the head's weight gradient so many sums are added up.
     chunk_bytes: int = field(
-        default=128 << 20,
+        default=512 << 20,
         metadata=_option(
             _is_size,
             "a number of bytes",
             "a loss over a vocabulary is computed for so many bytes of its logits at a time, forward and backward; 0 "
-            "keeps logits and their gradient whole",
+            "keeps logits and their gradient whole. A loss of less than twice as many bytes stays whole",
         ),
     )
     compile_elsewhere: bool = field(
