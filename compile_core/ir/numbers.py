@@ -38,7 +38,7 @@ def expression_of(number: torch.SymInt) -> sympy.Expr:
     return number.node.expr
 
 
-def symbols_of(expression: sympy.Expr) -> set[sympy.Symbol]:
+def symbols_of(expression: sympy.Basic) -> set[sympy.Symbol]:
     """The sizes in an expression."""
     return {symbol for symbol in expression.free_symbols if isinstance(symbol, sympy.Symbol)}
 
