@@ -218,9 +218,6 @@ def compile_stages(
 
     again = differentiable_backward(module, joint) if options.double_backward and joint.tangents else None
     floats: frozenset[int] = frozenset()
-    if options.cuda_graphs and has_data_sizes(joint.module):
-        logger.warning("a graph runs without a CUDA graph: sizes in it depend on data")
-        options = replace(options, cuda_graphs=False)
     # What a CUDA graph recorded has its sizes for good.
     graph_by_graph = options.cuda_graphs and has_open_sizes(graph.forward)
     if graph_by_graph or not backend.takes_floats:
@@ -230,6 +227,10 @@ def compile_stages(
                 "double-backward", "gradients of a graph that takes numbers are to be differentiated"
             )
         graph = numbers_to_tensors(graph)
+    modules = [graph.forward, *([] if graph.backward is None else [graph.backward])]
+    if options.cuda_graphs and any(map(has_data_sizes, modules)):
+        logger.warning("a graph runs without a CUDA graph: sizes in it depend on data")
+        options, graph_by_graph = replace(options, cuda_graphs=False), False
     if not graph_by_graph:
         backend = taking_open_sizes(backend, nullcontext if planner is None else planner.compiling)
 

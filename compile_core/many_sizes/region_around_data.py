@@ -14,25 +14,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_leaves
 
 from gradsplit.compile_core.artifact_logs import log_artifact
 from gradsplit.compile_core.ir.data_checks import CHECK
-from gradsplit.compile_core.ir.numbers import is_number
+from gradsplit.compile_core.ir.numbers import is_number, is_sized_by_data
 from gradsplit.compile_core.ir.regions import build_region, graph_inputs, graph_results
 from gradsplit.compile_core.ir.schedule import Compute, Schedule
 from gradsplit.compile_core.runtime.executable import Region, link
 from gradsplit.compile_core.torch_facts.dispatcher import is_random
-from gradsplit.compile_core.torch_facts.symbolic_numbers import depends_on_data
 
 CompileRegion = Callable[[Compute], Callable[[], Region]]
 
 
 def has_data_sizes(module: GraphModule) -> bool:
     """Whether a graph has a number, or a tensor of a size, that is known only when the graph has read data."""
-    return any(node.op != "output" and _gives_data_size(node) for node in module.graph.nodes)
+    return any(map(_gives_data_size, module.graph.nodes))
 
 
 def compile_around_data(
@@ -150,12 +147,7 @@ def _levels(nodes: Sequence[Node]) -> dict[Node, int]:
 
 
 def _gives_data_size(node: Node) -> bool:
-    return any(
-        depends_on_data(part)
-        for part in tree_leaves(node.meta.get("val"))
-        if isinstance(part, (torch.SymInt, torch.SymBool, torch.SymFloat))
-        or (isinstance(part, torch.Tensor) and part._has_symbolic_sizes_strides)
-    )
+    return is_sized_by_data(node.meta.get("val"))
 
 
 def _hint(compute: Compute, schedule: Schedule, apart: frozenset[str]) -> str:

@@ -140,7 +140,8 @@ class Assertions:
         every = [held for of_symbol in env.deferred_runtime_asserts.values() for held in of_symbol]
         new = [held for held in every if id(held) not in self._seen]
         self._seen.update(map(id, new))
-        return [held.expr for held in new]
+        # What is assumed of floats, the arithmetic of Python itself refuses: a root of what is negative.
+        return [held.expr for held in new if any(symbol.is_integer for symbol in held.expr.free_symbols)]
 
 
 def memory_order(strides: Sequence[Any]) -> tuple[list[int], list[int]]:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from gradsplit.compile_core.autograd.captured_graphs.replace_calls import copy_module
-from gradsplit.compile_core.torch_facts.symbolic_numbers import data_symbols, depends_on_data, one_symbol
+from gradsplit.compile_core.ir.numbers import is_sized_by_data
+from gradsplit.compile_core.torch_facts.symbolic_numbers import data_symbols, one_symbol
 
 
 def has_data_sizes(module: GraphModule) -> bool:
@@ -24,12 +24,7 @@ def has_data_sizes(module: GraphModule) -> bool:
 
 
 def _depends_on_data(node: Node) -> bool:
-    value = node.meta.get("example_value")
-    return any(
-        depends_on_data(part)
-        for part in tree_leaves(value)
-        if isinstance(part, (torch.Tensor, torch.SymInt, torch.SymBool))
-    )
+    return is_sized_by_data(node.meta.get("example_value"))
 
 
 class DataSymbols:
