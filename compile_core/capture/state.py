@@ -59,6 +59,7 @@ from gradsplit.compile_core.capture.values.containers import (
 from gradsplit.compile_core.capture.values.mappings import DictValue
 from gradsplit.compile_core.capture.values.sets import SetValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.capture.values.view_copies import note_perhaps_view
 from gradsplit.compile_core.capture.wrap import wrap
 from gradsplit.compile_core.errors import InternalError, Unsupported
 from gradsplit.compile_core.ir.captured import Guard
@@ -274,6 +275,7 @@ class Capture(CaptureState):
         except Unsupported as error:
             raise self.unsupported(error.reason_id, error.explanation, error.hint) from error
         node.meta["module"] = self.modules[-1] if self.modules else ""
+        note_perhaps_view(self, target, node)
         return self._wrap_result(node, node.meta["example_value"], target)
 
     def _wrap_result(self, node: fx.Node, example: Any, target: Any) -> Value:

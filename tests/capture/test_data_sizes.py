@@ -178,6 +178,36 @@ def test_what_was_assumed_and_does_not_hold_is_never_computed_with(backend, capl
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_what_may_be_a_view_is_not_changed_in_a_graph(backend) -> None:
+    """Of one row, ``reshape`` makes a view, of others a copy."""
+
+    def program(x):
+        y = (torch.arange(15.0).view(5, 3) * x[:, None])[x > 0].t()
+        flat = y.reshape(-1)
+        flat.add_(1)
+        return y * 2, flat * 3
+
+    made = gradsplit.compile(program, backend=backend)
+    for data in COUNTS:
+        x = torch.tensor(data, dtype=torch.float32)
+        assert_same(made(x), program(x), "results")
+
+
+@pytest.mark.parametrize("rows", [[[3], [4]], [[4], [3], [5]]])
+def test_a_branch_by_a_row_of_one_number_is_a_guard(rows) -> None:
+    """As of the experts that are hit, in a loop over them."""
+
+    def program(x, row):
+        return x * 2 if row[0] == 4 else x * 3
+
+    made = gradsplit.compile(program, backend="eager", fullgraph=True)
+    for row in rows:
+        given = torch.ones(2), torch.tensor(row)
+        assert_same(made(*given), program(*given), "results")
+    assert len(made.entries) == 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_failing_check_raises_as_in_plain_pytorch(backend) -> None:
     def program(x):
         count = x.detach()[0].long().item()

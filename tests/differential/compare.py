@@ -2,8 +2,8 @@
 
 A program is a file with ``state()``, which makes equal arguments each time, ``program(log, *arguments)``, and what is
 to be done with it: ``OPTIONS`` and ``SETTINGS`` of the compilation, how often it is called, which results get
-gradients, in which way. Where it has ``SIZES``, its state depends on which of them ``K`` is, and it is compiled once for
-all.
+gradients, in which way. Where it has ``SIZES``, its state depends on which of them ``K`` is, and it is compiled once
+for all.
 ``python -m tests.differential.compare FILE...`` checks files.
 """
 
