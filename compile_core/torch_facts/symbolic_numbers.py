@@ -61,7 +61,8 @@ _MOST_ASSUMED = 4096
 
 
 def _assumed_value(env: Any, symbol: sympy.Symbol) -> sympy.Expr:
-    known = env.backed_var_to_val.get(symbol)
+    # Some releases call it otherwise.
+    known = (env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val).get(symbol)
     if known is not None:
         return known
     limits = env.var_to_range[symbol]
