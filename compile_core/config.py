@@ -104,8 +104,14 @@ SETTINGS: Mapping[str, Setting] = {
         False,
         _is_flag,
         "True or False",
-        "a float that the program reads out of a tensor, by item() or float(), stays in the graph where the "
-        "program only computes with it",
+        "a number that the program reads out of a tensor, by item(), int() or tolist(), stays in the graph where the "
+        "program only computes with it, or makes tensors of that size",
+    ),
+    "capture_dynamic_output_shape_ops": Setting(
+        False,
+        _is_flag,
+        "True or False",
+        "operations whose results have as many elements as the data says (nonzero, unique, x[mask]) stay in the graph",
     ),
     "trace_numpy": Setting(
         True,
@@ -193,6 +199,7 @@ replay_record_enabled: bool
 log_level: int | None
 trace_numpy: bool
 capture_scalar_outputs: bool
+capture_dynamic_output_shape_ops: bool
 patch: Callable[..., contextlib.AbstractContextManager[None]]
 
 for _name, _setting in SETTINGS.items():

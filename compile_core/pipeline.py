@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from gradsplit.compile_core import config
 from gradsplit.compile_core.autograd.bound_graphs.bind import BoundGraph, bind_autograd
@@ -45,6 +46,7 @@ from gradsplit.compile_core.ir.tensor_spec import device_type_of
 from gradsplit.compile_core.ir.verify_graphs import verify_joint, verify_partition, verify_schedule
 from gradsplit.compile_core.many_sizes.graph_of_many_sizes import GraphOfManySizes
 from gradsplit.compile_core.many_sizes.open_backend import taking_open_sizes
+from gradsplit.compile_core.many_sizes.region_around_data import has_data_sizes
 from gradsplit.compile_core.observe.dump import StageDump
 from gradsplit.compile_core.observe.measure_steps import watch
 from gradsplit.compile_core.observe.stage_times import timed
@@ -161,7 +163,7 @@ def compile_module(
         if len(pieces) > 1:
             return compile_pieces(module, pieces, backend=backend, options=options)
         return compile_stages(module, examples, inputs, backend=backend, options=options, planner=planner)
-    except Unsupported as reason:
+    except (Unsupported, GuardOnDataDependentSymNode) as reason:
         logger.warning("a graph runs with torch's own kernels: %s", reason)
         record("fallback", lambda reason=reason: {"reason": str(reason)})
         return module
@@ -237,6 +239,10 @@ def compile_stages(
                 "double-backward", "gradients of a graph that takes numbers are to be differentiated"
             )
         graph = numbers_to_tensors(graph)
+    modules = [graph.forward, *([] if graph.backward is None else [graph.backward])]
+    if options.cuda_graphs and any(map(has_data_sizes, modules)):
+        logger.warning("a graph runs without a CUDA graph: sizes in it depend on data")
+        options, graph_by_graph = replace(options, cuda_graphs=False), False
     if not graph_by_graph:
         backend = taking_open_sizes(backend, nullcontext if planner is None else planner.compiling)
 

@@ -43,6 +43,7 @@ from gradsplit.compile_core.autograd.tracing.arrivals import (
 )
 from gradsplit.compile_core.autograd.tracing.captured_nodes import CapturedNodes
 from gradsplit.compile_core.autograd.tracing.custom_operators import functional_custom_operators
+from gradsplit.compile_core.autograd.tracing.data_symbols import DataSymbols, has_data_sizes
 from gradsplit.compile_core.autograd.tracing.kept_calls import KeptCalls, kept_calls
 from gradsplit.compile_core.autograd.tracing.number_recorder import NumberOperations, reads_numbers
 from gradsplit.compile_core.autograd.tracing.open_sizes import OpenSizes
@@ -65,6 +66,7 @@ from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 from gradsplit.compile_core.torch_facts.dispatcher import has_data_mutation
 from gradsplit.compile_core.torch_facts.fake_tensors import kernels_of_sizes
 from gradsplit.compile_core.torch_facts.higher_order_operators import tag_activation_checkpoint
+from gradsplit.compile_core.torch_facts.symbolic_numbers import forget_what_was_read
 from gradsplit.compile_core.torch_facts.torch_switches import without_autocast
 
 
@@ -89,8 +91,8 @@ def trace_joint(
     """
     refuse_modes(module)
     fake_mode, examples = _with_symbols(module, examples)
-    operations = NumberOperations()
-    module = operations.keep(module)
+    operations, symbols = NumberOperations(), DataSymbols()
+    module = symbols.keep(operations.keep(module))
     with kept_calls() as calls:
         control_flow = ControlFlow(calls, fake_mode, lambda body, inputs: trace_joint(body, inputs, {}))
         replacements = {
@@ -99,7 +101,7 @@ def trace_joint(
             **functional_custom_operators(module, calls, fake_mode), **layered_networks(fake_mode),
         }  # fmt: skip
         traceable = replace_calls(module, replacements)
-        return _trace(traceable, examples, fake_mode, decompositions, calls, operations)
+        return _trace(traceable, examples, fake_mode, decompositions, calls, operations, symbols)
 
 
 def _trace(
@@ -109,7 +111,9 @@ def _trace(
     decompositions: Decompositions,
     calls: KeptCalls,
     operations: NumberOperations,
+    symbols: DataSymbols,
 ) -> JointGraph:
+    forget_what_was_read(fake_mode)
     convention = find_calling_convention(module, examples, fake_mode)
     num_results = len(convention.picks)
     # Results that take gradients, then inputs that got a history by being changed.
@@ -118,6 +122,7 @@ def _trace(
     trainable = bool(tangents or rebound) and bool(convention.gradient_inputs)
     mutated: list[int] = []
     left_undefined: list[int] = []
+    forget_what_was_read(fake_mode)
     sizes = OpenSizes()
     captured = CapturedNodes()
 
@@ -129,6 +134,8 @@ def _trace(
         ]
         with noted_functions_with_none() as with_none:
             results = captured.run(module, *passed)
+        recorder.write_checks()
+        symbols.settle(fake_mode.shape_env)
         outputs = [pick.of(results) for pick in convention.picks]
         mutated.extend(
             position
@@ -218,7 +225,8 @@ def _with_symbols(module: torch.fx.GraphModule, examples: Sequence[Any]) -> tupl
     """The mode to trace in, and the examples with symbols for floats."""
     fakes = (example for example in examples if isinstance(example, FakeTensor))
     mode = next((fake.fake_mode for fake in fakes), None) or FakeTensorMode()
-    if not any(isinstance(example, float) for example in examples) and not reads_numbers(module):
+    takes_floats = any(isinstance(example, float) for example in examples)
+    if not takes_floats and not reads_numbers(module) and not has_data_sizes(module):
         return mode, list(examples)
     if mode.shape_env is None:
         mode = FakeTensorMode(shape_env=ShapeEnv())

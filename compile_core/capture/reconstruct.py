@@ -20,9 +20,13 @@ from gradsplit.compile_core.capture.object_model.instance_dict import MISSING, I
 from gradsplit.compile_core.capture.object_model.made_classes import refuse_made
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue
 from gradsplit.compile_core.capture.object_model.partials import PartialValue
+from gradsplit.compile_core.capture.open_numbers.conditions import ConditionValue
 from gradsplit.compile_core.capture.open_numbers.growing_lists import GrowingList
 from gradsplit.compile_core.capture.open_numbers.scalars import ScalarValue
-from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import SymbolicNumber
+from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import (
+    SymbolicNumber,
+    is_of_data,
+)
 from gradsplit.compile_core.capture.operations.operator_rules import GetterValue
 from gradsplit.compile_core.capture.rebuild_iterators import build_iterator
 from gradsplit.compile_core.capture.torch_rules.modes import ModeValue
@@ -48,9 +52,13 @@ from gradsplit.compile_core.capture.values.sets import SetValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue
 from gradsplit.compile_core.capture.values.view_copies import check_view_copies
 from gradsplit.compile_core.ir.captured import RunnerCode
+from gradsplit.compile_core.ir.data_checks import is_failed_assumption
 from gradsplit.compile_core.ir.sources import variable_of
 from gradsplit.compile_core.torch_facts.thread_state import set_grad_enabled
 from gradsplit.compile_core.torch_facts.torch_switches import preserved_switches
+
+# How the graph returns a number that only it knows.
+_HELD_AS: dict[type, torch.dtype] = {float: torch.float64, int: torch.int64, bool: torch.bool}
 
 
 class RunnerWriter(SourceWriter):
@@ -89,16 +97,14 @@ class RunnerWriter(SourceWriter):
     def _build(self, value: Value) -> str:
         if self.state.made_classes:
             refuse_made(self.state, value.real if isinstance(value, ClassValue) else value.python_type())
+        if isinstance(value, (ScalarValue, ConditionValue)) or is_of_data(value):
+            given: list[Value] = [SequenceValue([], tuple), value]
+            dtype = ConstantValue(_HELD_AS[value.python_type()])
+            held = self.state.call_tensor_op("call_function", torch.full, given, {"dtype": dtype})
+            return self.bind(f"{self.emit(held)}.item()")
         if isinstance(value, SymbolicNumber):
             text = value.text(self.state, self.read)
             return self.bind(text.replace("math.", f"{self.constant(math)}."))
-        if isinstance(value, ScalarValue):
-            dtype = torch.float64 if isinstance(value.example, float) else torch.int64
-            given = [SequenceValue([], tuple), value]
-            held = self.state.call_tensor_op(
-                "call_function", torch.full, given, {"dtype": ConstantValue(dtype)}
-            )
-            return self.bind(f"{self.emit(held)}.item()")
         if isinstance(value, ConstantValue):
             plain = type(value.value) in (type(None), bool, int, str)
             return repr(value.value) if plain else self.constant(value.value)
@@ -330,18 +336,21 @@ class RunnerWriter(SourceWriter):
         """The whole runner; ``last_lines`` return or go on after the effects.
 
         Where the graph raises, no effect of the program has happened yet, not even those before the operation that
-        raised. If the graph itself has changed nothing either, the call is made again, as plain Python. The exception
-        is handed on in a list: in a variable of the frame that it went through, it would keep all values of it alive.
+        raised. If the graph itself has changed nothing either, the call is made again, as plain Python; so it is where
+        a check fails, which comes before all changes. The exception is handed on in a list: in a variable of the frame
+        that it went through, it would keep all values of it alive.
         """
         names = list(map(variable_of, arguments))
         lines = [*self.lines, *self._effects, *self.late, *last_lines]
-        if has_graph and writes_inputs:
+        if has_graph and writes_inputs and not self.state.graph.has_checks:
             lines = [*self._call_graph(), *lines]
         elif has_graph:
+            only_checks = [f"    if not {self.constant(is_failed_assumption)}(error):", "        raise"]
             lines = [
                 "try:",
                 *(f"    {line}" for line in self._call_graph()),
                 "except Exception as error:",
+                *(only_checks if writes_inputs else []),
                 "    failed = [error]",
                 "else:",
                 *(f"    {line}" for line in lines),

@@ -28,6 +28,7 @@ from gradsplit.compile_core.capture.python_rules import (
     object_rules,
 )
 from gradsplit.compile_core.capture.torch_rules import (
+    data_conditions,
     function_modes,
     gradients,
     modes,

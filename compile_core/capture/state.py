@@ -9,6 +9,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from gradsplit.compile_core.capture.object_model.functions import FunctionValue
 from gradsplit.compile_core.capture.object_model.objects import bind_class_entry
 from gradsplit.compile_core.capture.object_model.opaque import wrap_opaque
 from gradsplit.compile_core.capture.object_model.type_forms import TYPE_FORMS
+from gradsplit.compile_core.capture.open_numbers.conditions import ConditionValue, condition_value
 from gradsplit.compile_core.capture.open_numbers.open_floats import takes_probability
 from gradsplit.compile_core.capture.open_numbers.scalars import (
     check_scalars,
@@ -37,7 +39,10 @@ from gradsplit.compile_core.capture.open_numbers.scalars import (
     read_scalar,
 )
 from gradsplit.compile_core.capture.open_numbers.size_history import SizeHistory
-from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import SymbolicInt, open_probability
+from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import (
+    SymbolicInt,
+    open_probability,
+)
 from gradsplit.compile_core.capture.open_numbers.symbolic_sizes import SymbolicSizes
 from gradsplit.compile_core.capture.operations import comparisons, texts
 from gradsplit.compile_core.capture.operations.special_methods import special_call
@@ -54,6 +59,7 @@ from gradsplit.compile_core.capture.values.containers import (
 from gradsplit.compile_core.capture.values.mappings import DictValue
 from gradsplit.compile_core.capture.values.sets import SetValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.capture.values.view_copies import note_perhaps_view
 from gradsplit.compile_core.capture.wrap import wrap
 from gradsplit.compile_core.errors import InternalError, Unsupported
 from gradsplit.compile_core.ir.captured import Guard
@@ -107,6 +113,8 @@ class Capture(CaptureState):
         if isinstance(real, torch.SymInt):
             known = self.sizes.expression(real)
             return ConstantValue(int(known)) if known.is_number else SymbolicInt(real)
+        if isinstance(real, torch.SymBool):
+            return condition_value(real)
         if is_literal(real):
             return ConstantValue(real)
         if isinstance(real, types.CodeType):
@@ -222,17 +230,32 @@ class Capture(CaptureState):
         try:
             return self._record(op, target, graph_args, graph_kwargs)
         except Unsupported as error:
-            rule = DATA_DEPENDENT_RULES.get(target) if error.reason_id == "no-fake-result" else None
+            needs_data = error.reason_id in ("no-fake-result", "data-dependent-size")
+            rule = DATA_DEPENDENT_RULES.get(target) if needs_data else None
             found = None if rule is None or isinstance(self.graph, BodyGraph) else rule(self, args)
             if found is not None:
                 return found
+            if error.reason_id != "no-fake-result":
+                raise
             # Where torch takes a number it reads one out of a tensor, as out of the learning rate of an optimizer.
             given = [*args[1:], *kwargs.values()]
-            if error.reason_id != "no-fake-result" or not any(map(is_number_in_tensor, given)):
-                raise
+            if not any(map(is_number_in_tensor, given)):
+                allowed = self._depending_on_data()
+                if allowed is None:
+                    raise
+                with allowed:
+                    return self._record(op, target, graph_args, graph_kwargs)
             read = [read_scalar(self, value) if is_number_in_tensor(value) else value for value in given]
             named = dict(zip(kwargs, read[len(args) - 1 :], strict=True))
             return self.call_tensor_op(op, target, [*args[:1], *read[: len(args) - 1]], named)
+
+    def _depending_on_data(self) -> AbstractContextManager[Any] | None:
+        """Inside, fake tensors give new symbols for the numbers and sizes that they cannot tell; None where the
+        settings do not say so, and in a body, the symbols of which would be unknown outside of it."""
+        scalars, shapes = config.capture_scalar_outputs, config.capture_dynamic_output_shape_ops
+        if not (scalars or shapes) or isinstance(self.graph, BodyGraph):
+            return None
+        return self.sizes.depending_on_data(scalars, shapes)
 
     def call_tensor_nodes(
         self, target: Any, nodes: Sequence[Any], example_by: Callable[..., Any] | None = None
@@ -252,6 +275,7 @@ class Capture(CaptureState):
         except Unsupported as error:
             raise self.unsupported(error.reason_id, error.explanation, error.hint) from error
         node.meta["module"] = self.modules[-1] if self.modules else ""
+        note_perhaps_view(self, target, node)
         return self._wrap_result(node, node.meta["example_value"], target)
 
     def _wrap_result(self, node: fx.Node, example: Any, target: Any) -> Value:
@@ -292,6 +316,9 @@ class Capture(CaptureState):
         if isinstance(example, torch.SymInt):
             node.meta["is_pure"] = True
             return self.from_constant(example)
+        if isinstance(example, torch.SymBool):
+            node.meta["is_pure"] = True
+            return ConditionValue(example, node)
         raise self.unsupported(
             "operation-result",
             f"{getattr(target, '__name__', target)} returned {type(example).__name__}, not a tensor",

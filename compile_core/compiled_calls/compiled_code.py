@@ -57,6 +57,7 @@ from gradsplit.compile_core.compiled_calls.kept_random_state import kept_random_
 from gradsplit.compile_core.compiled_calls.record_captures import recording_failure
 from gradsplit.compile_core.errors import CodeLocation, CompileError, InternalError, Unsupported
 from gradsplit.compile_core.ir.captured import CapturedFrame, ResumePoint
+from gradsplit.compile_core.ir.data_checks import is_failed_assumption
 from gradsplit.compile_core.observe.describe import describe_code, describe_place
 from gradsplit.compile_core.observe.progress import progress
 from gradsplit.compile_core.observe.stage_times import timed
@@ -249,7 +250,7 @@ class CompiledCode:
         Not so where a hook sees what autograd saves: the exception may be the hook's own, by which a checkpoint ends
         the recomputation once it has all that it needs.
         """
-        if saved_tensor_hooks_are_active():
+        if saved_tensor_hooks_are_active() and not is_failed_assumption(failures[0]):
             raise failures.pop()
         shown = repr(failures.pop())
         result = self._call_plain(*arguments)

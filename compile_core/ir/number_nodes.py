@@ -32,6 +32,15 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "bitwise_and": operator.and_,
     "bitwise_or": operator.or_,
     "bitwise_xor": operator.xor,
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "and_": operator.and_,
+    "or_": operator.or_,
+    "not_": torch.sym_not,
 }
 _ROUNDINGS: dict[str, Callable[..., Any]] = {
     "floor_to_int": math.floor,
@@ -67,7 +76,7 @@ class _Nodes:
 
 
 def number_node(
-    expression: sympy.Expr, leaves: dict[sympy.Symbol, fx.Node], make_node: MakeNode
+    expression: sympy.Basic, leaves: dict[sympy.Symbol, fx.Node], make_node: MakeNode
 ) -> fx.Node | int | float:
     """The node of an expression over ``leaves``.
 

@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from gradsplit.compile_core.torch_facts.symbolic_numbers import value_at_compilation
+from gradsplit.compile_core.torch_facts.symbolic_numbers import depends_on_data, value_at_compilation
 
 SYMBOLIC_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -23,6 +23,16 @@ SYMBOLIC_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 def is_number(node: Node) -> bool:
     """Whether the node holds a number and no tensor."""
     return isinstance(node.meta.get("val"), SYMBOLIC_NUMBERS)
+
+
+def is_sized_by_data(value: Any) -> bool:
+    """Whether the result of a node is, or has in it, a number that is only known when the graph has read data, or a
+    tensor of such a size."""
+    if isinstance(value, torch.Tensor):
+        return value._has_symbolic_sizes_strides and depends_on_data(value)
+    if isinstance(value, (tuple, list)):
+        return any(map(is_sized_by_data, value))
+    return isinstance(value, SYMBOLIC_NUMBERS) and depends_on_data(value)
 
 
 def has_open_sizes(module: GraphModule) -> bool:
@@ -38,7 +48,7 @@ def expression_of(number: torch.SymInt) -> sympy.Expr:
     return number.node.expr
 
 
-def symbols_of(expression: sympy.Expr) -> set[sympy.Symbol]:
+def symbols_of(expression: sympy.Basic) -> set[sympy.Symbol]:
     """The sizes in an expression."""
     return {symbol for symbol in expression.free_symbols if isinstance(symbol, sympy.Symbol)}
 

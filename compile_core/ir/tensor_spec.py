@@ -13,7 +13,12 @@ from typing import Any
 
 import torch
 
-from gradsplit.compile_core.torch_facts.symbolic_numbers import memory_order, value_at_compilation
+from gradsplit.compile_core.torch_facts.symbolic_numbers import (
+    maybe,
+    memory_order,
+    surely,
+    value_at_compilation,
+)
 
 HALF_FLOATS = frozenset({torch.float16, torch.bfloat16})
 
@@ -61,8 +66,8 @@ class TensorSpec:
         """Whether elements lie row-major without gaps; strides of size-1 dims do not count."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size != 1 and stride != expected:
-                return self.numel == 0
+            if maybe(size != 1) and maybe(stride != expected):
+                return surely(self.numel == 0)
             expected *= size
         return True
 
@@ -70,10 +75,10 @@ class TensorSpec:
     def is_dense(self) -> bool:
         """Whether the elements fill one gapless range of memory, in whatever order of dims."""
         expected = 1
-        sizes = [(t, n) for n, t in zip(self.shape, self.stride, strict=True) if n != 1]
+        sizes = [(t, n) for n, t in zip(self.shape, self.stride, strict=True) if maybe(n != 1)]
         for stride, size in sorted(sizes, key=lambda pair: tuple(map(value_at_compilation, pair))):
-            if stride != expected:
-                return self.numel == 0
+            if maybe(stride != expected):
+                return surely(self.numel == 0)
             expected *= size
         return True
 
@@ -91,9 +96,14 @@ class TensorSpec:
     @property
     def layout(self) -> list[int]:
         """Strides that say something: not those of dims of one element, and none of an empty tensor."""
-        if self.numel == 0:
+        if surely(self.numel == 0):
             return []
-        return [stride for size, stride in zip(self.shape, self.stride, strict=True) if size != 1]
+        return [stride for size, stride in zip(self.shape, self.stride, strict=True) if maybe(size != 1)]
+
+    def is_laid_out_as(self, other: TensorSpec) -> bool:
+        """Whether the layouts of two specs of one shape are the same, as far as that is known of sizes of data."""
+        one, two = self.layout, other.layout
+        return len(one) == len(two) and not any(maybe(a != b) for a, b in zip(one, two, strict=True))
 
     @property
     def memory_order(self) -> tuple[list[int], list[int]]:

@@ -11,6 +11,7 @@ from gradsplit.compile_core.backends import aot_eager
 from gradsplit.compile_core.backends.registry import RegionBackend
 from gradsplit.compile_core.ir.numbers import has_open_sizes
 from gradsplit.compile_core.ir.schedule import Compute
+from gradsplit.compile_core.many_sizes.region_around_data import compile_around_data, has_data_sizes
 from gradsplit.compile_core.many_sizes.region_of_many_sizes import RegionOfManySizes
 from gradsplit.compile_core.observe.dump import StageDump
 from gradsplit.compile_core.options import CompileOptions
@@ -21,7 +22,8 @@ from gradsplit.compile_core.runtime.executable import Region
 def taking_open_sizes(
     backend: RegionBackend, announce: Callable[[str], AbstractContextManager[Any]]
 ) -> RegionBackend:
-    """The backend, which compiles a region with open sizes for each combination that comes.
+    """The backend, which compiles a region with open sizes for each combination that comes, and around operators whose
+    sizes depend on data.
 
     Args:
         announce: see ``RegionOfManySizes``.
@@ -32,6 +34,12 @@ def taking_open_sizes(
     def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -> Callable[[], Region]:
         if not has_open_sizes(compute.module):
             return backend.compile_region(compute, options, dump)
+        if has_data_sizes(compute.module):
+            return compile_around_data(
+                compute,
+                lambda known: compile_region(known, options, dump),
+                lambda apart: _started(_collecting_rarely(aot_eager.compile_region(apart, options, dump)())),
+            )
         region = RegionOfManySizes(
             compute,
             lambda static: backend.compile_region(static, options, dump),
@@ -46,6 +54,10 @@ def taking_open_sizes(
         return region.start()
 
     return replace(backend, compile_region=compile_region, takes_open_sizes=True)
+
+
+def _started(region: Region) -> Callable[[], Region]:
+    return lambda: region
 
 
 def _collecting_rarely(region: Region) -> Region:

@@ -14,7 +14,6 @@ import gradsplit
 from gradsplit.compile_core.autograd.partitioning.partition import partition
 from gradsplit.compile_core.autograd.rewrites.numbers_to_tensors import numbers_to_tensors
 from gradsplit.compile_core.autograd.trace_joint import trace_joint
-from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.graphs import PartitionedGraph
 from gradsplit.compile_core.ir.numbers import is_number
 from gradsplit.compile_core.ir.print_graph import print_graph
@@ -71,6 +70,9 @@ def test_gradients_and_floats_that_the_backward_reads() -> None:
     assert len(watch.seconds()["trace_joint"]) == 2
 
 
+aten = torch.ops.aten
+
+
 def captured(build: Callable[..., None], *inputs: str) -> torch.fx.GraphModule:
     graph = torch.fx.Graph()
     build(graph, *(graph.placeholder(name) for name in inputs))
@@ -115,14 +117,18 @@ def test_a_count_on_the_accelerator_stays_there() -> None:
     assert "cpu" not in text
 
 
-def test_integers_out_of_tensors_are_left_to_torch() -> None:
+def test_integers_out_of_tensors_stay_numbers_for_torchs_kernels() -> None:
     def build(graph: torch.fx.Graph, x: Any, count: Any) -> None:
         graph.output((graph.call_function(operator.add, (x, graph.call_method("item", (count,)))),))
 
     with FakeTensorMode():
         examples = [torch.empty(4, dtype=torch.int64), torch.empty((), dtype=torch.int64)]
-    with pytest.raises(Unsupported, match="integer"):
-        tensors_of(captured(build, "x", "count"), *examples)
+    joint = trace_joint(captured(build, "x", "count"), examples, decomposition_table("cuda"))
+    graph = numbers_to_tensors(partition(joint)).forward
+    assert [node.target for node in graph.graph.nodes if is_number(node)] == [
+        aten._local_scalar_dense.default
+    ]
+    assert graph(torch.arange(4), torch.tensor(3))[0].tolist() == [3, 4, 5, 6]
 
 
 def test_the_greater_of_two_numbers_is_pythons() -> None:

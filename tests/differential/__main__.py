@@ -29,6 +29,9 @@ def main() -> int:
     parser.add_argument("--count", type=int, help="programs (200), or samples (all)")
     parser.add_argument("--first", "--seed", type=int, default=0, help="the first program's seed, or sample")
     parser.add_argument("--open-sizes", action="store_true", help="compile each program once for three sizes")
+    parser.add_argument(
+        "--data-sizes", action="store_true", help="with sizes that depend on data, kept in graphs"
+    )
     parser.add_argument("--operators", action="store_true", help="the operator database's samples")
     parser.add_argument("--every", type=int, default=1, help="of the samples only every so many")
     parser.add_argument("--match", default="", help="samples only of operators whose name has this")
@@ -40,7 +43,7 @@ def main() -> int:
     parser.add_argument("--show", action="store_true", help="print the program of the seed")
     arguments = parser.parse_args()
     if arguments.show:
-        source = write_program(arguments.first)
+        source = write_program(arguments.first, arguments.data_sizes)
         print(with_open_sizes(source, arguments.first % 2 == 1) if arguments.open_sizes else source)
         return 0
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -54,7 +57,10 @@ def main() -> int:
             requests = requests[arguments.first :][: arguments.count]
         else:
             seeds = range(arguments.first, arguments.first + (arguments.count or 200))
-            requests = [{"seed": n, "open_sizes": arguments.open_sizes} for n in seeds]
+            requests = [
+                {"seed": n, "open_sizes": arguments.open_sizes, "data_sizes": arguments.data_sizes}
+                for n in seeds
+            ]
         search.run(itertools.chain(requests), arguments.workers)
     print(search.summary())
     return int(bool(search.findings))

@@ -1,8 +1,9 @@
 """One program, run in plain PyTorch and compiled: everything that can be seen of both is noted and compared.
 
 A program is a file with ``state()``, which makes equal arguments each time, ``program(log, *arguments)``, and what is
-to be done with it: ``OPTIONS`` of the compilation, how often it is called, which results get gradients, in which way.
-Where it has ``SIZES``, its state depends on which of them ``K`` is, and it is compiled once for all.
+to be done with it: ``OPTIONS`` and ``SETTINGS`` of the compilation, how often it is called, which results get
+gradients, in which way. Where it has ``SIZES``, its state depends on which of them ``K`` is, and it is compiled once
+for all.
 ``python -m tests.differential.compare FILE...`` checks files.
 """
 
@@ -14,6 +15,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -423,6 +425,12 @@ def run_plainly(source: str) -> None:
 def _check(source: str, name: str) -> Verdict:
     namespace = load(source, name)
     gradsplit.reset()
+    settings = namespace.get("SETTINGS")
+    with gradsplit.config.patch(settings) if settings else nullcontext():
+        return _check_loaded(source, name, namespace)
+
+
+def _check_loaded(source: str, name: str, namespace: dict[str, Any]) -> Verdict:
     options = dict(namespace["OPTIONS"])
     if "SIZES" not in namespace:
         compiled = gradsplit.compile(namespace["program"], options=options)

@@ -19,7 +19,8 @@ from tests.differential.write_program import with_open_sizes, write_program
 
 
 def answer(request: dict[str, Any], current: Path) -> dict[str, Any]:
-    """Checks ``{"seed": n}`` (with ``"open_sizes": true`` at several sizes), ``{"operator": n, "sample": n}`` or
+    """Checks ``{"seed": n}`` (with ``"open_sizes": true`` at several sizes, with ``"data_sizes": true`` of
+    data, too), ``{"operator": n, "sample": n}`` or
     ``{"source": text}``; ``{"plain": text}`` is only run with plain PyTorch; ``{"count": name}`` counts."""
     begin = time.monotonic()
     if "plain" in request:
@@ -34,7 +35,7 @@ def answer(request: dict[str, Any], current: Path) -> dict[str, Any]:
         if "source" in request:
             source = request["source"]
         elif "seed" in request:
-            source = write_program(request["seed"])
+            source = write_program(request["seed"], request.get("data_sizes", False))
             if request.get("open_sizes"):
                 source = with_open_sizes(source, meanwhile=request["seed"] % 2 == 1)
         else:

@@ -22,6 +22,8 @@ from tests.differential.compare import without_variables
 from tests.differential.expressions import read_tables
 
 TABLES = read_tables()
+# The settings under which data-dependent sizes stay in a graph.
+DATA_SETTINGS = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
 _MOST_ELEMENTS = 300
 _LARGEST = 1e5
 _TRIES = 12
@@ -67,7 +69,8 @@ def with_open_sizes(source: str, meanwhile: bool) -> str:
 class ProgramWriter:
     """Writes one program; ``text`` is it."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, data_sizes: bool = False) -> None:
+        self.data_sizes = data_sizes
         self.random = random.Random(seed)
         self.seed = seed
         self.scope: dict[str, Any] = {"torch": torch, "F": F, "log": []}
@@ -182,6 +185,8 @@ class ProgramWriter:
         weights = {"POINTWISE": 22, "PAIRS": 20, "REDUCTIONS": 15, "VIEWS": 22, "PRODUCTS": 8, "LOSSES": 5}
         if self.random_numbers:
             weights["RANDOM"] = 20
+        if self.data_sizes:
+            weights["DATA"] = 30
         table = self.random.choices(list(weights), list(weights.values()))[0]
         return self.fill(self.random.choice(TABLES[table]))
 
@@ -377,6 +382,14 @@ class ProgramWriter:
         return ", ".join(chosen)
 
 
-def write_program(seed: int) -> str:
-    """The program of a seed; the same text for the same torch."""
-    return ProgramWriter(seed).program()
+def write_program(seed: int, data_sizes: bool = False) -> str:
+    """The program of a seed; the same text for the same torch.
+
+    Args:
+        data_sizes: with sizes that depend on data, which the compilation keeps in its graphs.
+    """
+    source = ProgramWriter(seed, data_sizes).program()
+    if not data_sizes:
+        return source
+    state = source.index("def state")
+    return f"{source[:state]}SETTINGS = {DATA_SETTINGS}\n\n\n{source[state:]}"

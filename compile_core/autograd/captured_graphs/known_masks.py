@@ -71,7 +71,7 @@ def attention_laid_out(*, strides: tuple[int, ...], **arguments: Any) -> Tensor:
     """``scaled_dot_product_attention`` whose result has these strides."""
     result = scaled_dot_product_attention(**arguments)
     spec = TensorSpec(tuple(result.shape), strides, result.dtype, result.device)
-    return result if TensorSpec.of(result).layout == spec.layout else in_memory_order(result, spec)
+    return result if TensorSpec.of(result).is_laid_out_as(spec) else in_memory_order(result, spec)
 
 
 def attention_arguments(node: Node) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from gradsplit.compile_core.autograd.partitioning.memory_budget import choose_wi
 from gradsplit.compile_core.autograd.partitioning.min_cut import CutProblem, bytes_of
 from gradsplit.compile_core.autograd.partitioning.recompute_orders import find_orders
 from gradsplit.compile_core.errors import InternalError
+from gradsplit.compile_core.ir.data_checks import CHECK
 from gradsplit.compile_core.ir.graphs import JointGraph, PartitionedGraph
 from gradsplit.compile_core.ir.numbers import is_number
 from gradsplit.compile_core.torch_facts.dispatcher import is_random
@@ -37,6 +38,7 @@ def partition(joint: JointGraph, activation_memory_budget: float = 1.0) -> Parti
     outputs, gradients = results[: joint.num_outputs], results[joint.num_outputs :]
 
     random = [node for node in joint.module.graph.nodes if is_random(node)]
+    checks = [node for node in joint.module.graph.nodes if node.target is CHECK]
     only_backward = _descendants([*tangents, *(node for node in random if is_of_backward(node))])
     for output in outputs:
         if output in only_backward:
@@ -58,7 +60,7 @@ def partition(joint: JointGraph, activation_memory_budget: float = 1.0) -> Parti
         joint.module,
         {node: node.name for node in primals},
         [*outputs, *computed, *(node for node in numbers if node.op != "placeholder")],
-        effects=[node for node in random if node not in only_backward],
+        effects=[node for node in (*random, *checks) if node not in only_backward],
     )
     names = {node: node.name for node in [*saved, *numbers]}
     copied = _copy_saved(forward, [node for node in saved if memory_of(node) in changed])
@@ -67,7 +69,7 @@ def partition(joint: JointGraph, activation_memory_budget: float = 1.0) -> Parti
         joint.module,
         names | {node: node.name for node in tangents},
         gradients,
-        effects=[node for node in random if node in only_backward],
+        effects=[node for node in (*random, *checks) if node in only_backward],
         on_demand=in_forward,
     )
     _read_copies(backward, [*copied.values()])
@@ -101,7 +103,7 @@ def _needed_numbers(
     if not numbers:
         return []
     results = [node for node in gradients if node is not None]
-    effects = [node for node in only_backward if is_random(node)]
+    effects = [node for node in only_backward if is_random(node) or node.target is CHECK]
     needed = ancestors([*results, *effects], numbers | set(saved))
     return [node for node in graph.nodes if node in needed and node in numbers]
 

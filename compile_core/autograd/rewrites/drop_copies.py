@@ -34,13 +34,13 @@ def drop_copies(graph: Graph) -> None:
             continue
         source = _of_original(node.args[0])
         value = source.meta["val"]
-        same = TensorSpec.of(value).layout == spec.layout and value.untyped_storage().nbytes() <= spec.bytes
+        same = TensorSpec.of(value).is_laid_out_as(spec) and value.untyped_storage().nbytes() <= spec.bytes
         if same and memory_of(source).op == "call_function":
             node.replace_all_uses_with(source)
             continue
         # A copy may keep the order of what it copies, which the original need not have.
         for settings in (node.kwargs, {"memory_format": torch.contiguous_format}):
-            if TensorSpec.of(node.target(value, **settings)).layout == spec.layout:
+            if TensorSpec.of(node.target(value, **settings)).is_laid_out_as(spec):
                 node.args, node.kwargs = (source,), settings
                 break
 

@@ -7,8 +7,11 @@ operator that takes such a number takes the tensor, rounded to the dtype in whic
 step count on an accelerator stays there. Numbers of the CPU that an accelerator's kernels read are copied there
 together.
 
-Limits, each an ``Unsupported``: integers out of tensors where an operator takes them; operators that take no tensor for
-a number. A division by zero gives an infinity instead of Python's exception.
+Integers out of tensors stay numbers where an operator takes them, and so does what is computed from these: such
+operators run with torch's kernels.
+
+Limits, each an ``Unsupported``: operators that take no tensor for a number. A division by zero gives an infinity
+instead of Python's exception.
 """
 
 from __future__ import annotations
@@ -61,14 +64,43 @@ def numbers_to_tensors(graph: PartitionedGraph) -> PartitionedGraph:
         Unsupported: one of the limits above.
     """
     sizes = numbers_from_sizes(graph.forward)
+    sizes |= _kept_with_data(graph.forward, sizes)
     if all(node in sizes for node in graph.forward.graph.nodes if is_number(node)):
         return graph
     forward, devices = _Rewriting(graph.forward, sizes, {}).run()
     backward = None
     if graph.backward is not None:
         saved_sizes = numbers_from_sizes(graph.backward, {node.name for node in sizes})
+        saved_sizes |= _kept_with_data(graph.backward, saved_sizes)
         backward = _Rewriting(graph.backward, saved_sizes, devices).run()[0]
     return replace(graph, forward=forward, backward=backward)
+
+
+def _kept_with_data(module: GraphModule, sizes: set[Node]) -> set[Node]:
+    """The numbers that have to do with integers out of data which operators take, as sizes for one: these operators run
+    with torch's kernels, which take numbers (``many_sizes/region_around_data``).
+
+    Raises:
+        Unsupported: a float that the graph takes, or one that it saves, is among them.
+    """
+    of_data = [node for node in module.graph.nodes if is_number(node) and node not in sizes]
+    waiting = [
+        node
+        for node in of_data
+        if not isinstance(node.meta["val"], torch.SymFloat) and not all(map(is_number, node.users))
+    ]
+    kept: set[Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node in kept:
+            continue
+        kept.add(node)
+        if node.op == "placeholder" and isinstance(node.meta["val"], torch.SymFloat):
+            raise _unsupported(node, "a float that the graph takes decides with data")
+        waiting += [
+            near for near in (*node.all_input_nodes, *node.users) if is_number(near) and near not in sizes
+        ]
+    return kept
 
 
 def float_inputs(graph: PartitionedGraph) -> frozenset[int]:

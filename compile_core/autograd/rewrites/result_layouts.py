@@ -28,7 +28,7 @@ def keep_layouts(module: GraphModule, specs: Sequence[TensorSpec]) -> GraphModul
     results = list(output.args[0])
     with module.graph.inserting_before(output):
         for position, spec in enumerate(specs):
-            if TensorSpec.of(results[position].meta["val"]).layout == spec.layout:
+            if TensorSpec.of(results[position].meta["val"]).is_laid_out_as(spec):
                 continue
             if not spec.is_dense:
                 raise Unsupported(

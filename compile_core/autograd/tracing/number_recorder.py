@@ -11,6 +11,7 @@ where the captured graph computes with numbers. Numbers out of a tensor's data a
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,8 @@ from torch.fx.node import map_aggregate, map_arg
 from gradsplit.compile_core.autograd.captured_graphs.replace_calls import copy_module
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.number_nodes import number_node
-from gradsplit.compile_core.ir.numbers import SYMBOLIC_NUMBERS, symbol_places
+from gradsplit.compile_core.ir.numbers import SYMBOLIC_NUMBERS, symbol_places, symbols_of
+from gradsplit.compile_core.torch_facts.symbolic_numbers import depends_on_data, symbols_read_off
 
 aten = torch.ops.aten
 
@@ -33,6 +35,7 @@ class NumberOperations:
     def __init__(self) -> None:
         # The numbers are held, so that no other one takes the identity of one that is gone.
         self._found: dict[int, tuple[Any, Callable[..., Any], tuple[Any, ...]]] = {}
+        self._whole: dict[sympy.Symbol, tuple[Any, Callable[..., Any], tuple[Any, ...]]] = {}
 
     def keep(self, module: GraphModule) -> GraphModule:
         """The captured graph with its operations on numbers noted as they run; ``module`` stays as it is."""
@@ -50,12 +53,21 @@ class NumberOperations:
         function = torch.sym_float if operation is float else operation
 
         def noted_operation(*operands: Any) -> Any:
+            if function is math.trunc and isinstance(operands[0], torch.SymFloat):
+                # Sizes may be made of it: a symbol of its own is easier to reason about.
+                result = operands[0].node.shape_env.create_unbacked_symint()
+                self._whole[result.node.expr] = (result, function, operands)
+                return result
             result = function(*operands)
             if isinstance(result, torch.SymFloat):
                 self._found[id(result.node)] = (result, function, operands)
             return result
 
         return noted_operation
+
+    def whole_number(self, symbol: sympy.Symbol) -> tuple[Any, Callable[..., Any], tuple[Any, ...]] | None:
+        """What made an integer of a float, by the integer's symbol: the integer, the function and its operands."""
+        return self._whole.get(symbol)
 
     def of(self, number: Any) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
         found = self._found.get(id(number.node))
@@ -79,6 +91,8 @@ class NumberRecorder:
         self._operations = operations
         self._inputs: list[Any] = []
         self._placeholders: list[Node] = []
+        # By symbol: the first result that has it, and where.
+        self._read_off: dict[sympy.Symbol, tuple[Node, str, int]] = {}
         self._of_number: dict[int, tuple[Any, Node]] = {}
         self._of_expression: dict[sympy.Expr, Node | int | float] = {}
 
@@ -94,6 +108,20 @@ class NumberRecorder:
         self._of_number[id(number.node)] = (number, node)
         if isinstance(number.node.expr, sympy.Symbol):
             self._of_expression.setdefault(number.node.expr, node)
+        self.note(number, node)
+
+    def note(self, result: Any, node: Node) -> None:
+        """Take in the symbols of what an operator gives: the first that has one has made it, if it depends on data."""
+        for symbol, read, dim, _ in symbols_read_off(result):
+            self._read_off.setdefault(symbol, (node, read, dim))
+
+    def condition(self, expression: Any) -> Any:
+        """The node of a condition over symbols as they were made, whatever has become known of them.
+
+        Raises:
+            Unsupported: nothing in the graph determines a symbol.
+        """
+        return self._of_symbols(expression)
 
     @functools.cached_property
     def _places(self) -> Any:
@@ -125,15 +153,18 @@ class NumberRecorder:
         expression = number.node.expr
         if expression.is_number:
             return int(expression) if isinstance(number, torch.SymInt) else float(expression)
+        return self._of_symbols(expression)
+
+    def _of_symbols(self, expression: sympy.Expr) -> Node | int | float:
         found = self._of_expression.get(expression)
         if found is None:
             try:
-                symbols = sorted(expression.free_symbols, key=str)
-                leaves: dict[sympy.Symbol, Node] = {symbol: self._leaf(symbol) for symbol in symbols}
+                symbols = sorted(symbols_of(expression), key=str)
+                leaves = {symbol: self._leaf(symbol) for symbol in symbols}
                 found = number_node(expression, leaves, self._compute)
             except NotImplementedError as error:
                 raise Unsupported(
-                    "open-number", f"nothing in the graph computes the number {number}"
+                    "open-number", f"nothing in the graph computes the number {expression}"
                 ) from error
             self._of_expression[expression] = found
         return found
@@ -141,14 +172,28 @@ class NumberRecorder:
     def _leaf(self, symbol: sympy.Symbol) -> Node:
         found = self._of_expression.get(symbol)
         if found is None:
-            place = self._places.get(symbol)
-            if place is None:
-                raise NotImplementedError(f"no input determines {symbol}")
-            read = aten.sym_size.int if place.read == "size" else aten.sym_stride.int
-            found = self._compute(read, (self._placeholders[place.position], place.dim))
+            place = None if depends_on_data(symbol) else self._places.get(symbol)
+            made = self._operations.whole_number(symbol)
+            if made is not None:
+                number, function, operands = made
+                found = self._call(function, tuple(map(self._operand, operands)), number)
+            elif place is not None:
+                read = aten.sym_size.int if place.read == "size" else aten.sym_stride.int
+                found = self._compute(read, (self._placeholders[place.position], place.dim))
+            elif symbol in self._read_off:
+                found = self._read(*self._read_off[symbol])
+            else:
+                raise NotImplementedError(f"nothing determines {symbol}")
             self._of_expression[symbol] = found
         assert isinstance(found, Node)
         return found
+
+    def _read(self, node: Node, read: str, dim: int) -> Node:
+        if read == "number":
+            return node
+        if read == "size":
+            return self._compute(aten.sym_size.int, (node, dim))
+        return self._compute(aten.sym_storage_offset.default, (node,))
 
     def _compute(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Node:
         return self._call(function, operands, function(*map_arg(operands, lambda read: read.meta["val"])))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback as node_metadata
 from torch.fx.experimental.proxy_tensor import snapshot_fake
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradsplit.compile_core.autograd.operators.joint_arrival import JOINT_ARRIVAL
@@ -28,6 +29,7 @@ from gradsplit.compile_core.autograd.tracing import functional_batch_norm, rando
 from gradsplit.compile_core.autograd.tracing.captured_nodes import CapturedNodes
 from gradsplit.compile_core.autograd.tracing.number_recorder import NumberOperations, NumberRecorder
 from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.ir.data_checks import CHECK, text_of_check
 from gradsplit.compile_core.ir.numbers import SYMBOLIC_NUMBERS
 from gradsplit.compile_core.torch_facts.autograd_engine import current_autograd_node
 from gradsplit.compile_core.torch_facts.dispatcher import (
@@ -42,6 +44,7 @@ from gradsplit.compile_core.torch_facts.dispatcher import (
 )
 from gradsplit.compile_core.torch_facts.fake_tensors import corrected, run_operator
 from gradsplit.compile_core.torch_facts.lazy_modules import lazy_module
+from gradsplit.compile_core.torch_facts.symbolic_numbers import Assertions
 from gradsplit.compile_core.torch_facts.thread_state import disable_current_modes
 
 # torch exports these without declaring them.
@@ -159,6 +162,9 @@ class OperatorRecorder(TorchDispatchMode):
         self._nodes: dict[int, tuple[torch.Tensor, fx.Node]] = {}
         # Which of them torch would hold without memory.
         self._zeros: set[int] = set()
+        self._assertions = Assertions()
+        if fake_mode.shape_env is not None:
+            self._assertions.take_new(fake_mode.shape_env)
         self._from_seeds: set[fx.Node] = set()
 
     def placeholder(self, given: Any, is_seed: bool = False) -> Any:
@@ -182,7 +188,20 @@ class OperatorRecorder(TorchDispatchMode):
         """Whether a tensor of the function is zeros that torch would hold without memory."""
         return id(_unwrapped(tensor)) in self._zeros
 
+    def write_checks(self) -> None:
+        """Write what has been assumed of numbers that depend on data since this was last done.
+
+        Raises:
+            Unsupported: nothing in the graph says what such a number is.
+        """
+        env = self._fake_mode.shape_env
+        for condition in [] if env is None else self._assertions.take_new(env):
+            arguments = (self._numbers.condition(condition), text_of_check(str(condition)))
+            node = self._graph.create_node("call_function", CHECK, arguments, {}, "check")
+            node.meta["val"] = None
+
     def finish(self, results: Sequence[Any]) -> fx.GraphModule:
+        self.write_checks()
         self._graph.output(tuple(self._argument(result) for result in results))
         return lazy_module(self._root, self._graph, "joint")
 
@@ -211,7 +230,8 @@ class OperatorRecorder(TorchDispatchMode):
             _check_windows(*args)
         decompose = self._decompositions.get(func)
         if decompose is not None:
-            with self:
+            # A form that asks for sizes is of no use where these depend on data; what it has recorded is dead.
+            with suppress(GuardOnDataDependentSymNode), self:
                 result = decompose(*args, **kwargs)
                 if result is not NotImplemented:
                     return corrected(func, args, result)
@@ -221,6 +241,7 @@ class OperatorRecorder(TorchDispatchMode):
         if func is aten.lift_fresh.default:
             # Whoever lifts a constant may change the result, but must not change the constant of the graph.
             func = aten.lift_fresh_copy.default
+        self.write_checks()
         arguments = tuple([self._argument(value) for value in args])
         keywords = {key: self._argument(value) for key, value in kwargs.items()}
         result = run_operator(func, args, kwargs)
@@ -258,6 +279,7 @@ class OperatorRecorder(TorchDispatchMode):
     def _name(self, tensor: torch.Tensor, node: fx.Node) -> None:
         node.meta["val"] = snapshot_fake(tensor)
         self._nodes[id(tensor)] = (tensor, node)
+        self._numbers.note(tensor, node)
 
     def _mark(self, node: fx.Node) -> None:
         if not self._from_seeds.isdisjoint(node.all_input_nodes):

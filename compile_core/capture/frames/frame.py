@@ -7,6 +7,8 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
 from gradsplit.compile_core.capture.code_objects.instructions import Code, Handler, Instruction, decode
 from gradsplit.compile_core.capture.object_model.functions import CellValue, FunctionValue
 from gradsplit.compile_core.capture.values.base import (
@@ -170,6 +172,9 @@ class Frame:
             handler(self, instruction)
         except SymbolicRaise as raised:
             self.unwind(raised)
+        except GuardOnDataDependentSymNode as error:
+            explanation = f"a decision by a size that depends on data ({error.cond})"
+            raise self.state.unsupported("data-dependent-branch", explanation) from None
 
     def unwind(self, raised: SymbolicRaise) -> None:
         """Go on at the exception handler, or leave the frame with the exception."""

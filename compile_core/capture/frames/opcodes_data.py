@@ -224,7 +224,7 @@ value_opcodes(
         "UNARY_NEGATIVE": lambda frame, instruction, value: operators.unary(frame.state, "-", value),
         "UNARY_POSITIVE": lambda frame, instruction, value: operators.unary(frame.state, "+", value),
         "UNARY_INVERT": lambda frame, instruction, value: operators.unary(frame.state, "~", value),
-        "UNARY_NOT": lambda frame, instruction, value: ConstantValue(not value.truth(frame.state)),
+        "UNARY_NOT": lambda frame, instruction, value: operators.negation(frame.state, value),
         "TO_BOOL": lambda frame, instruction, value: ConstantValue(value.truth(frame.state)),
         "BINARY_OP": lambda frame, instruction, left, right: operators.binary(
             frame.state, instruction.text, left, right

@@ -21,19 +21,24 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.immutable_collections import immutable_list
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
+from gradsplit.compile_core.capture.graph.data_sizes import DataSizes
 from gradsplit.compile_core.capture.graph.fake_inputs import layout_of, make_fake
 from gradsplit.compile_core.capture.open_numbers.open_floats import takes_open_floats
 from gradsplit.compile_core.capture.open_numbers.symbolic_sizes import SymbolicSizes, TensorSizes
 from gradsplit.compile_core.capture.values.base import PlainCall
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.captured import CapturedGraph, GraphInput, InputKind
+from gradsplit.compile_core.ir.data_checks import check_assumption
 from gradsplit.compile_core.ir.number_nodes import number_node
+from gradsplit.compile_core.ir.numbers import symbols_of
 from gradsplit.compile_core.ir.sources import LocalSource, ModuleEntrySource, Source, path_words
 from gradsplit.compile_core.torch_facts.fake_tensors import run_on_fakes, with_kernels_results
+from gradsplit.compile_core.torch_facts.symbolic_numbers import depends_on_data
 from gradsplit.compile_core.torch_facts.torch_switches import free_guards
 
 # Autograd makes the history of such a tensor anew, from whatever it was a view of and who held its gradient: what a
@@ -75,10 +80,12 @@ class OutputGraph:
         self._aliases: list[tuple[fx.Node, torch.Tensor, int]] = []
         self.held: dict[str, Any] = {}
         self.node_of_source: dict[Source, fx.Node] = {}
-        self._number_nodes: dict[sympy.Expr, fx.Node] = {}
+        self._number_nodes: dict[sympy.Basic, fx.Node] = {}
         self._float_inputs: dict[Source, fx.Node] = {}
         # The nodes of floats whose examples are plain floats, and what makes such a float stay as it is.
         self.open_floats: dict[fx.Node, Callable[[], float]] = {}
+        self.data_sizes = DataSizes()
+        self.has_checks = False
         self._last_input: fx.Node | None = None
         self._input_targets: set[str] = set()
         self._named_after_variable: set[fx.Node] = set()
@@ -126,7 +133,7 @@ class OutputGraph:
         node.meta["example_value"] = example
         return node
 
-    def number(self, expression: sympy.Expr) -> fx.Node | int | float:
+    def number(self, expression: sympy.Basic) -> fx.Node | int | float:
         """The node of a symbolic integer; an integer where it has come to be one value.
 
         Raises:
@@ -135,8 +142,7 @@ class OutputGraph:
         found = self._number_nodes.get(expression)
         if found is not None:
             return found
-        used = expression.free_symbols
-        leaves = {symbol: self._leaf(symbol) for symbol in self.sizes.symbols if symbol in used}
+        leaves = {symbol: self._leaf(symbol) for symbol in sorted(symbols_of(expression), key=str)}
         made = number_node(expression, leaves, self._number_operation)
         if isinstance(made, fx.Node):
             self._number_nodes[expression] = made
@@ -145,8 +151,10 @@ class OutputGraph:
     def _leaf(self, symbol: sympy.Symbol) -> fx.Node:
         found = self._number_nodes.get(symbol)
         if found is None:
-            at = self.sizes.symbols[symbol]
-            if at.read is None:
+            at = self.sizes.symbols.get(symbol)
+            if at is None:
+                found = self.data_sizes.leaf(symbol, self.number_operation)
+            elif at.read is None:
                 found = self.add_number_input(at.source, symbol)
             else:
                 tensor, method, dim = at.read
@@ -246,16 +254,29 @@ class OutputGraph:
                     example = getattr(fake_args[0], run)(*fake_args[1:], **fake_kwargs)
                 else:
                     example = run(*fake_args, **fake_kwargs)
+        except GuardOnDataDependentSymNode as error:
+            free_guards(error)
+            raise Unsupported(
+                "data-dependent-size",
+                f"what {_shown(target)} does depends on a size that data decides ({error.cond})",
+                "say torch._check() of the size before",
+            ) from error
         except _NO_FAKE_RULE as error:
             free_guards(error)
-            shown = target if isinstance(target, str) else getattr(target, "__name__", str(target))
             raise Unsupported(
                 "no-fake-result",
-                f"the result of {shown} cannot be known without the data ({type(error).__name__})",
+                f"the result of {_shown(target)} cannot be known without the data ({type(error).__name__})",
                 "keep shapes and Python values independent of tensor data",
             ) from error
         except Exception as error:
-            if any(_is_symbolic(node) for node in _nodes_of((args, kwargs))):
+            symbolic = [node for node in _nodes_of((args, kwargs)) if _is_symbolic(node)]
+            if any(depends_on_data(_fake_of(node)) for node in symbolic):
+                free_guards(error)
+                explanation = (
+                    f"{_shown(target)} with a size that data decides: {type(error).__name__}: {error}"
+                )
+                raise Unsupported("data-dependent-size", explanation) from error
+            if symbolic:
                 # Some operations take no symbolic integers: they get the numbers of this call.
                 return self.call(op, target, _specialised(args), _specialised(kwargs), stack_trace)
             free_guards(error)
@@ -272,7 +293,32 @@ class OutputGraph:
         node = self.graph.create_node(op, target, args, kwargs)
         node.meta["example_value"] = example
         node.meta["stack_trace"] = stack_trace
+        self.data_sizes.note(node)
+        self.write_checks()
         return node
+
+    def write_checks(self) -> None:
+        """Write what has been assumed of numbers that depend on data since this was last done.
+
+        Raises:
+            Unsupported: nothing in the graph says what such a number is, or what the graph was given is changed by now.
+        """
+        env = self.fake_mode.shape_env
+        assertions = [] if env is None else self.data_sizes.new_assertions(env)
+        if assertions and any(map(self.is_changed, self.records)):
+            raise Unsupported(
+                "data-dependent-size",
+                f"{assertions[0]} is assumed of data after an input was changed in place",
+            )
+        for assertion in assertions:
+            try:
+                condition = self.number(assertion)
+            except NotImplementedError as error:
+                explanation = f"no node for what is assumed of data: {assertion}"
+                raise Unsupported("data-dependent-size", explanation) from error
+            check = self.graph.create_node("call_function", check_assumption, (condition,))
+            check.meta["example_value"] = None
+            self.has_checks = True
 
     def _settled(self, node: fx.Node) -> fx.Node | float:
         settle = self.open_floats.get(node)
@@ -364,6 +410,10 @@ def _refuse_unlike_out(function: Any, out: list[fx.Node], arguments: Any, keywor
             "a result given as out= has another dtype than what is computed",
             "give one of the result's dtype, and cast it afterwards",
         )
+
+
+def _shown(target: Any) -> str:
+    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
 
 def _fake_of(node: fx.Node) -> Any:

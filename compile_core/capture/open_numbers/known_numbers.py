@@ -1,4 +1,4 @@
-"""What a program may decide by: a number that follows from numbers in tensors of the CPU, as step counts are.
+"""What a program may decide by: a number that follows from tensors of one element on the CPU, as step counts are.
 
 The few operations that lead to it are run on copies of these tensors, at capture and then as a guard before each call,
 which holds the outcome of the decision, not the number: a count that passes a threshold makes one more capture.
@@ -145,7 +145,10 @@ def _with_results(arguments: Any) -> Any:
 
 
 def _is_scalar(tensor: Any) -> bool:
-    return isinstance(tensor, torch.Tensor) and tensor.dim() == 0 and tensor.device.type == "cpu"
+    """Whether it is a tensor of one element; one with dims has it as a row of what a loop goes through does."""
+    if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu":
+        return False
+    return all(type(size) is int and size == 1 for size in tensor.shape)
 
 
 def _is_number(node: Node, real: Any) -> bool:

@@ -7,6 +7,7 @@ about shapes cannot be such a number.
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any, TypeGuard
 
@@ -118,8 +119,23 @@ def check_scalars(state: CaptureState, target: Any, args: Any) -> None:
         return
     found: list[fx.Node] = []
     map_arg(args, found.append)
-    if any(node.target == "item" or type(node.meta["example_value"]) is float for node in found):
+    if any(_is_read(node) or type(node.meta["example_value"]) is float for node in found):
         raise state.unsupported("data-dependent-value", f"{target} of a number that depends on data")
+
+
+def _is_read(node: fx.Node) -> bool:
+    return node.target == "item" and isinstance(node.meta["example_value"], (int, float))
+
+
+def whole_number(state: CaptureState, value: Value) -> Value | None:
+    """``int()`` of such a float: an integer that depends on data, as sizes may; None of anything else."""
+    if not isinstance(value, ScalarValue) or not isinstance(value.example, float):
+        return None
+    number = state.sizes.shape_env.create_unbacked_symint()
+    node = state.add_scalar_node("call_function", math.trunc, (value.node,), number)
+    node.meta["is_pure"] = True
+    state.graph.data_sizes.note(node)
+    return state.from_constant(number)
 
 
 def is_number_in_tensor(value: Value) -> TypeGuard[TensorValue]:

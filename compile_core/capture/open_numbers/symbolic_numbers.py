@@ -22,11 +22,15 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from gradsplit.compile_core.capture.open_numbers.conditions import condition_value
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.constants import ConstantValue, fold
 from gradsplit.compile_core.capture.values.containers import SequenceValue
+from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.sources import Source
+from gradsplit.compile_core.torch_facts.symbolic_numbers import depends_on_data
 
 Names = Callable[[Source], str]
 
@@ -78,10 +82,17 @@ class SymbolicInt(SymbolicNumber):
 
     @property
     def value(self) -> int:
-        return int(self.number)
+        try:
+            return int(self.number)
+        except GuardOnDataDependentSymNode:
+            raise Unsupported(
+                "data-dependent-value",
+                f"a use of {self.describe()} that needs its value",
+                "keep it in a tensor",
+            ) from None
 
     def truth(self, state: CaptureState) -> bool:
-        return bool(self.number != 0)
+        return compare_open(state, "!=", operator.ne, self, ConstantValue(0)).truth(state)
 
     def graph_argument(self, state: CaptureState) -> Any:
         try:
@@ -98,6 +109,8 @@ class SymbolicInt(SymbolicNumber):
             return repr(self.value)
 
     def example(self, state: CaptureState) -> int:
+        if depends_on_data(self.number):
+            return self.value
         return int(state.sizes.value_of(state.sizes.expression(self.number)))
 
     def sources(self, state: CaptureState) -> list[Source]:
@@ -306,7 +319,7 @@ def compare_numbers(
     if not are_numbers(left, right):
         return bool(function(left.value, right.value))
     if _is_int(left) and _is_int(right):
-        return bool(function(_number(left), _number(right)))
+        return condition_value(function(_number(left), _number(right))).truth(state)
     holds = bool(function(_example(state, left), _example(state, right)))
     sources = [
         source for side in (left, right) if isinstance(side, SymbolicNumber) for source in side.sources(state)
@@ -320,6 +333,23 @@ def compare_numbers(
     condition = shown(lambda source: f"{{{sources.index(source)}}}").replace("math.", "{c0}.")
     state.guards.add(sources, condition, [math] if "{c0}" in condition else [], shown(str))
     return holds
+
+
+def compare_open(
+    state: CaptureState, symbol: str, function: Callable[..., Any], left: Value, right: Value
+) -> Value:
+    """A comparison as a value, which stays open where it depends on data."""
+    if are_numbers(left, right) and _is_int(left) and _is_int(right):
+        assert isinstance(left, ConstantValue) and isinstance(right, ConstantValue)
+        return condition_value(function(_number(left), _number(right)))
+    return ConstantValue(compare_numbers(state, symbol, function, left, right))
+
+
+def is_of_data(value: Value) -> bool:
+    """Whether a number of the program is known only when the graph has read data."""
+    if isinstance(value, SymbolicInt):
+        return depends_on_data(value.number)
+    return isinstance(value, SymbolicFloat) and any(map(is_of_data, value.operands))
 
 
 def open_probability(state: CaptureState, value: Value) -> Value:

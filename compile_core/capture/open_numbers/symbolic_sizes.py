@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StrictMi
 from gradsplit.compile_core.capture.guards.guards import GuardSet
 from gradsplit.compile_core.capture.open_numbers.size_history import SPECIAL_SIZES, SizeHistory
 from gradsplit.compile_core.capture.open_numbers.size_marks import SizeMarks, marks_of
-from gradsplit.compile_core.errors import CodeLocation, CompileError
+from gradsplit.compile_core.errors import CodeLocation, CompileError, Unsupported
 from gradsplit.compile_core.ir.sources import (
     AttributeSource,
     CallSource,
@@ -74,8 +75,17 @@ class _LocatedShapeEnv(ShapeEnv):
     of the capture itself would find nothing and cost much."""
 
     def __init__(self, location: Callable[[], CodeLocation | None]) -> None:
-        super().__init__(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+        self.reads_scalars = self.reads_shapes = True
+        super().__init__()
         self.location = location
+
+    @property
+    def allow_scalar_outputs(self) -> bool:
+        return self.reads_scalars
+
+    @property
+    def allow_dynamic_output_shape_ops(self) -> bool:
+        return self.reads_shapes
 
     def _get_stack_summary(self, is_debug: bool = False, framework_loc: str | None = None) -> tuple[Any, str]:
         del is_debug, framework_loc
@@ -118,7 +128,18 @@ class SymbolicSizes:
     def shape_env(self) -> _LocatedShapeEnv:
         """Made for the first symbol: most captures have none, and torch takes a second to load what it needs here."""
         made = self.fake_mode.shape_env = _LocatedShapeEnv(self._location)
+        made.reads_scalars = made.reads_shapes = False
         return made
+
+    @contextmanager
+    def depending_on_data(self, scalars: bool, shapes: bool) -> Iterator[None]:
+        """Inside, fake tensors give new symbols for numbers that they would have to read, and for sizes of results."""
+        env = self.shape_env
+        env.reads_scalars, env.reads_shapes = scalars, shapes
+        try:
+            yield
+        finally:
+            env.reads_scalars = env.reads_shapes = False
 
     def of_tensor(self, real: torch.Tensor, source: Source) -> TensorSizes | None:
         """Sizes and strides of an input tensor, None where all of them stay.
@@ -218,12 +239,15 @@ class SymbolicSizes:
         self._location = _nowhere
         if "shape_env" in self.__dict__:
             self.shape_env.location = _nowhere
+            # For those who run the graph on fake tensors again.
+            self.shape_env.reads_scalars = self.shape_env.reads_shapes = True
 
     def add_guards(self, guards: GuardSet) -> None:
         """Add what must hold of the symbols for the capture to be right.
 
         Raises:
             CompileError: a size that the user marked as dynamic must have one value.
+            Unsupported: a size of an input is to be what data says.
         """
         for made, symbol in self.symbols.items():
             replaced = self.shape_env.replace(made)
@@ -246,6 +270,8 @@ class SymbolicSizes:
     def _guard(self, guards: GuardSet, condition: sympy.Basic) -> None:
         if condition is sympy.true:
             return
+        if any(symbol not in self.symbols for symbol in condition.free_symbols):
+            raise Unsupported("data-dependent-guard", f"a size of an input that data decides: {condition}")
         sources = self.sources(condition)
         try:
             places = {source: f"{{{index}}}" for index, source in enumerate(sources)}

@@ -19,6 +19,7 @@ from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import (
     SymbolicNumber,
     are_numbers,
     compare_numbers,
+    compare_open,
 )
 from gradsplit.compile_core.capture.operations.special_methods import (
     of_metaclass,
@@ -65,7 +66,7 @@ def compare(state: CaptureState, symbol: str, left: Value, right: Value) -> Valu
     if scalar is not None:
         return scalar
     if are_numbers(left, right):
-        return ConstantValue(compare_numbers(state, symbol, function, left, right))
+        return compare_open(state, symbol, function, left, right)
     special = of_metaclass(state, left, right, method, reflected)
     if special is not None:
         return special

@@ -10,6 +10,7 @@ import torch
 
 from gradsplit.compile_core.capture.numpy_arrays.arrays import ArrayValue, operate
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue
+from gradsplit.compile_core.capture.open_numbers.conditions import combined
 from gradsplit.compile_core.capture.open_numbers.scalars import compute_scalar
 from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import (
     SymbolicNumber,
@@ -219,6 +220,12 @@ def fill_in(state: CaptureState, pattern: str, arguments: Value) -> Value:
         items = arguments.all(state)
     stand_ins = tuple(StandIn(state, item) for item in items)
     return state.from_constant(pattern % stand_ins)
+
+
+def negation(state: CaptureState, operand: Value) -> Value:
+    """``not operand``."""
+    opposite = combined(torch.sym_not, operand)
+    return ConstantValue(not operand.truth(state)) if opposite is None else opposite
 
 
 def unary(state: CaptureState, symbol: str, operand: Value) -> Value:

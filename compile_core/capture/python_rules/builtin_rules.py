@@ -20,6 +20,8 @@ from gradsplit.compile_core.capture.object_model.functions import BoundMethodVal
 from gradsplit.compile_core.capture.object_model.made_classes import make_by_type
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue
 from gradsplit.compile_core.capture.object_model.partials import PartialValue
+from gradsplit.compile_core.capture.open_numbers.conditions import ConditionValue
+from gradsplit.compile_core.capture.open_numbers.scalars import whole_number
 from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import call_with_numbers
 from gradsplit.compile_core.capture.operations import operators, texts
 from gradsplit.compile_core.capture.values.base import NULL, CaptureState, Value
@@ -80,6 +82,8 @@ def _number_rule(cls: type) -> CallRule:
                 f"{cls.__name__}() of {args[0].describe()} depends on its data",
                 "keep the value in a tensor",
             )
+        if cls is int and len(args) == 1 and (whole := whole_number(state, args[0])) is not None:
+            return whole
         return call_with_numbers(state, cls, args, kwargs) or fold(state, cls, args, kwargs)
 
     return call
@@ -160,13 +164,20 @@ def _tuple(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> 
     return SequenceValue(list(state.items_of(args[0])) if args else [], tuple)
 
 
+def _truth(state: CaptureState, value: Value | None) -> Any:
+    if isinstance(value, TensorValue):
+        found = METHOD_RULES["__bool__"](state, value)
+        value = value if found is None else found
+    return value if isinstance(value, ConditionValue) else value is not None and value.truth(state)
+
+
 def _new_set(state: CaptureState, cls: type, iterable: Value | None) -> Value:
     return new_set(state, [], cls) if iterable is None else as_set(state, iterable, cls)
 
 
 answers(
     {
-        bool: lambda state, value=None: value is not None and value.truth(state),
+        bool: lambda state, value=None: _truth(state, value),
         list: lambda state, iterable=None: ListValue([] if iterable is None else [*state.items_of(iterable)]),
         set: lambda state, iterable=None: _new_set(state, set, iterable),
         frozenset: lambda state, iterable=None: _new_set(state, frozenset, iterable),

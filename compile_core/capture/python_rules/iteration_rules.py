@@ -12,7 +12,7 @@ import torch
 from gradsplit.compile_core.capture.frames.generators import stop_iteration
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue
 from gradsplit.compile_core.capture.open_numbers.scalars import ScalarValue, compute_scalar
-from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import SymbolicInt
+from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import SymbolicInt, is_of_data
 from gradsplit.compile_core.capture.operations import comparisons, operators
 from gradsplit.compile_core.capture.operations.special_methods import special_call
 from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, Value
@@ -139,6 +139,9 @@ def _extremum_rule(function: Any, symbol: str, of_numbers: Any) -> CallRule:
     """``of_numbers`` is the operation on two numbers, which graphs have for what depends on data."""
 
     def of_pair(state: CaptureState, pair: list[Value]) -> Value:
+        if any(map(is_of_data, pair)) and all(item.python_type() is int for item in pair):
+            numbers = [item.number if isinstance(item, SymbolicInt) else item.as_constant() for item in pair]
+            return state.from_constant(of_numbers(*numbers))
         result = compute_scalar(state, of_numbers, pair)
         return call(state, pair, {}) if result is None else result
 
@@ -151,7 +154,7 @@ def _extremum_rule(function: Any, symbol: str, of_numbers: Any) -> CallRule:
                 return kwargs["default"]
             return fold(state, lambda: function(()), [], {})  # raises, in this version's words
         key = kwargs.get("key")
-        if key is None and any(isinstance(item, ScalarValue) for item in items):
+        if key is None and any(isinstance(item, ScalarValue) or is_of_data(item) for item in items):
             return functools.reduce(lambda one, other: of_pair(state, [one, other]), items)
         keys = items if key is None else [key.call(state, [item], {}) for item in items]
         best = 0

@@ -1,12 +1,14 @@
 """Which numbers that depend on data become nodes of the graph.
 
 Reading a number out of a tensor ends the graph in a user's code, where control flow tends to depend on it, unless
-``config.capture_scalar_outputs`` is on and it is a float. Some code of torch reads numbers only to compute with them:
-step counts in optimizers, the number of batches in the moving averages of a normalisation.
+``config.capture_scalar_outputs`` is on. Floats are then computed with as the program does (``open_numbers/scalars``);
+integers and truth values are symbols, of which tensors may have as many elements. Some code of torch reads numbers only
+to compute with them: step counts in optimizers, the number of batches in the moving averages of a normalisation.
 """
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -14,10 +16,11 @@ import torch
 from gradsplit.compile_core import config
 from gradsplit.compile_core.capture.open_numbers.known_numbers import decision_by
 from gradsplit.compile_core.capture.open_numbers.scalars import ScalarValue, compute_scalar, read_scalar
+from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import compare_open
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule
 from gradsplit.compile_core.capture.values.constants import ConstantValue
-from gradsplit.compile_core.capture.values.containers import SequenceValue
+from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue, method_rule
 
 _MODULES = ("torch.optim.", "torch.nn.modules.batchnorm")
@@ -29,15 +32,31 @@ def reads_scalars(state: CaptureState, tensor: TensorValue) -> bool:
     return state.calling_module().startswith(_MODULES) or said
 
 
+def _reads_symbols(tensor: TensorValue) -> bool:
+    dtype = tensor.fake.dtype
+    is_exact = not dtype.is_floating_point and not dtype.is_complex
+    return config.capture_scalar_outputs and is_exact and tensor.fake.numel() == 1
+
+
 @method_rule("item")
 def _item(state: CaptureState, tensor: TensorValue, *args: Value, **kwargs: Value) -> Value | None:
-    return read_scalar(state, tensor) if reads_scalars(state, tensor) and not args and not kwargs else None
+    if args or kwargs:
+        return None
+    if reads_scalars(state, tensor):
+        return read_scalar(state, tensor)
+    return state.call_tensor_op("call_method", "item", [tensor], {}) if _reads_symbols(tensor) else None
 
 
 @method_rule("__bool__")
 def _truth(state: CaptureState, tensor: TensorValue) -> Value | None:
     known = decision_by(state, tensor.node, bool, f"bool({tensor.describe()})")
-    return None if known is None else ConstantValue(known)
+    if known is not None:
+        return ConstantValue(known)
+    if _reads_symbols(tensor):
+        read = state.call_tensor_op("call_method", "item", [tensor], {})
+        is_bool = read.python_type() is bool
+        return read if is_bool else compare_open(state, "!=", operator.ne, read, ConstantValue(0))
+    return None
 
 
 @method_rule("__float__")
@@ -45,6 +64,31 @@ def _float(state: CaptureState, tensor: TensorValue, *args: Value, **kwargs: Val
     return (
         compute_scalar(state, float, [read_scalar(state, tensor)]) if reads_scalars(state, tensor) else None
     )
+
+
+@method_rule("__int__")
+def _int(state: CaptureState, tensor: TensorValue) -> Value | None:
+    if not config.capture_scalar_outputs:
+        return None
+    read = _item(state, tensor)
+    return None if read is None else CALL_RULES[int](state, [read], {})
+
+
+@method_rule("__index__")
+def _index(state: CaptureState, tensor: TensorValue) -> Value | None:
+    is_integer = _reads_symbols(tensor) and tensor.fake.dtype is not torch.bool
+    return _item(state, tensor) if is_integer else None
+
+
+@method_rule("tolist")
+def _list(state: CaptureState, tensor: TensorValue) -> Value | None:
+    if not config.capture_scalar_outputs or isinstance(tensor.fake.numel(), torch.SymInt):
+        return None
+    if tensor.fake.dim() == 0:
+        return _item(state, tensor)
+    parts = state.items_of(tensor)
+    found = [_list(state, part) for part in parts if isinstance(part, TensorValue)]
+    return None if None in found else ListValue([part for part in found if part is not None])
 
 
 def _tensor_of(function: Any) -> CallRule:

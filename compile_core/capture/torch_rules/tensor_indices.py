@@ -1,4 +1,4 @@
-"""``tensor[key]`` where the key has integers that tensors hold: ``logits[row, target]`` with tensors without dims.
+"""``tensor[key]`` where the key has integers that tensors hold, or that were read out of them: ``logits[row, target]``.
 
 Torch reads such a number out of its tensor and selects. A graph takes the items by the tensors themselves instead: that
 is a copy where plain Python has a view, unless another index makes a copy anyway.
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import is_of_data
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.call_rules import DATA_DEPENDENT_RULES
 from gradsplit.compile_core.capture.values.constants import ConstantValue
@@ -29,6 +30,7 @@ def _index_by_numbers(state: CaptureState, args: list[Any]) -> Value | None:
         return None
     tensor, key, *stored = args
     parts: list[Any] = key.all(state) if isinstance(key, SequenceValue) and key.cls is tuple else [key]
+    parts = [_in_tensor(state, part) if is_of_data(part) else part for part in parts]
     numbers = [part for part in parts if _is_number(part)]
     dims = _dims_taken(tensor, parts)
     known = all(part.fake.device in (tensor.fake.device, _CPU) for part in numbers)
@@ -124,6 +126,12 @@ def _dims_taken(tensor: TensorValue, parts: list[Any]) -> list[int] | None:
 
 def _positions(dims: list[int]) -> list[int]:
     return [sum(dims[:index]) for index in range(len(dims))]
+
+
+def _in_tensor(state: CaptureState, number: Value) -> Value:
+    """An integer out of a tensor, in a tensor again."""
+    dtype: dict[str, Value] = {"dtype": ConstantValue(torch.int64)}
+    return state.call_tensor_op("call_function", torch.full, [SequenceValue([], tuple), number], dtype)
 
 
 def _as_index(state: CaptureState, number: TensorValue) -> Value:

@@ -1,4 +1,4 @@
-"""Copies that stand for views which no graph has: with negative strides, or at a place that depends on data.
+"""Copies that stand for views which no graph has: with negative strides, at a place or of a size that depends on data.
 
 A copy is as good as long as nobody can tell: it and what it is a view of stay as they were, and it is not handed out.
 """
@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from gradsplit.compile_core.capture.values.base import CaptureState
 from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.ir.numbers import is_sized_by_data
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,21 @@ def note_view_copy(
     versions = {node: version_of(node) for node in [copy, *bases]}
     refusal = state.unsupported("view-copy", f"{what} is more than read")
     state.view_copies.append(ViewCopy(copy, versions, refusal, key))
+
+
+# They give a view where sizes and strides allow, else a copy.
+_VIEWS_OR_COPIES = frozenset(["reshape", "reshape_as", "flatten", "ravel", "contiguous"])
+
+
+def note_perhaps_view(state: CaptureState, target: Any, node: Node) -> None:
+    """Of a tensor whose sizes depend on data, a copy in the graph may be a view to the program: where a dim has one
+    element."""
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    if name not in _VIEWS_OR_COPIES or not is_sized_by_data(node.meta["example_value"]):
+        return
+    base = node.args[0]
+    if isinstance(base, Node) and memory_of(base) != memory_of(node):
+        note_view_copy(state, node, [base], f"a tensor that {name} may have made a view", (base,))
 
 
 def stored_back(state: CaptureState, copied: Node, key: tuple[Any, ...]) -> None:

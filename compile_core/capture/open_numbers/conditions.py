@@ -1,0 +1,78 @@
+"""Comparisons of numbers of which some depend on data: they are values of the program, until it decides by one.
+
+What is known of the numbers, by what they are (no size is negative) or by ``torch._check``, decides; so does a guard,
+where the number follows from tensors without dims of the CPU. Else the graph ends at the decision.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from gradsplit.compile_core.capture.open_numbers.known_numbers import decision_by
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.torch_facts.symbolic_numbers import depends_on_data, truth_of
+
+
+class ConditionValue(Value):
+    """A comparison of integers of which some depend on data; its truth is only known when the graph runs.
+
+    ``node`` computes it where the graph read it out of a tensor.
+    """
+
+    cls = bool
+
+    def __init__(self, number: torch.SymBool, node: fx.Node | None = None) -> None:
+        self.number = number
+        self.node = node
+
+    def describe(self) -> str:
+        return f"the condition {self.number}, which depends on data"
+
+    def graph_argument(self, state: CaptureState) -> Any:
+        if self.node is not None:
+            return state.graph.own_node(self.node)
+        try:
+            return state.graph.number(self.number.node.expr)
+        except NotImplementedError:
+            raise state.unsupported("data-dependent-value", f"no node for {self.describe()}") from None
+
+    def truth(self, state: CaptureState) -> bool:
+        known = truth_of(self.number)
+        if known is None:
+            node = self.graph_argument(state)
+            known = (
+                decision_by(state, node, bool, self.describe()) if isinstance(node, fx.Node) else bool(node)
+            )
+        if known is None:
+            raise state.unsupported(
+                "data-dependent-branch",
+                f"the truth value of {self.describe()}",
+                "say torch._check() of it before",
+            )
+        return known
+
+
+def condition_value(number: Any) -> Value:
+    """A comparison of numbers of torch as a value: a constant where it is known, with the condition that it stays so
+    where it depends on sizes alone."""
+    if not isinstance(number, torch.SymBool):
+        return ConstantValue(bool(number))
+    known = truth_of(number)
+    if known is None and not depends_on_data(number):
+        known = bool(number)
+    return ConditionValue(number) if known is None else ConstantValue(known)
+
+
+def combined(function: Any, *sides: Value) -> Value | None:
+    """``&``, ``|`` or ``not`` of conditions; None where there is none, or what is no truth value beside it."""
+    if not any(isinstance(side, ConditionValue) for side in sides):
+        return None
+    numbers = [
+        side.number if isinstance(side, ConditionValue) else getattr(side, "value", None) for side in sides
+    ]
+    known = all(isinstance(number, (bool, torch.SymBool)) for number in numbers)
+    return condition_value(function(*numbers)) if known else None

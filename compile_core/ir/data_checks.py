@@ -1,0 +1,39 @@
+"""What a graph assumes of numbers that depend on data, checked when it runs.
+
+A check fails before the graph has changed anything that it was given, so the call can be made again as plain Python.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gradsplit.compile_core.torch_facts.symbolic_numbers import assume
+
+# In a traced graph: an operator that raises with its text where the condition does not hold.
+CHECK = torch.ops.aten._assert_scalar.default
+
+_FAILED = "what was assumed of data does not hold"
+
+
+def check_assumption(condition: Any) -> None:
+    """In a captured graph. On fake tensors the condition is assumed.
+
+    Raises:
+        RuntimeError: the condition does not hold; ``is_failed_assumption`` knows the error.
+    """
+    if isinstance(condition, torch.SymBool):
+        assume(condition)
+    elif not condition:
+        raise RuntimeError(_FAILED)
+
+
+def text_of_check(condition: str) -> str:
+    """The text that a ``CHECK`` of this condition raises with."""
+    return f"{_FAILED}: {condition}"
+
+
+def is_failed_assumption(error: BaseException) -> bool:
+    """Whether a graph has raised since what it assumes of data does not hold."""
+    return isinstance(error, RuntimeError) and _FAILED in str(error)
