@@ -41,8 +41,3 @@ def example_inputs(exported: Exported, call: Sequence[torch.Tensor]) -> list[tor
             held = exported.tensors[path]
             inputs.append(held if isinstance(held, torch.nn.Parameter) else held.clone())
     return inputs
-
-
-def devices_of(exported: Exported) -> list[str]:
-    """The GPU that it is on, if any."""
-    return [] if exported.device == "cpu" else [exported.device]

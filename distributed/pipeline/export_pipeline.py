@@ -85,13 +85,15 @@ def export_pipeline(
         if num_stages > len(facts.cuts) + 1:
             raise ValueError(_too_many(exported.name, num_stages, facts))
     has_data = not any(tensor.is_meta for tensor in exported.tensors.values())
-    call = example_call(exported, example_args, example_kwargs or {}) if has_data else []
-    seconds = seconds_of_nodes(exported, facts, call)
-    if balance == "time" and num_stages != 1 and exported.device != "cpu" and has_data:
-        # Generated kernels leave out most of what torch's launch and move on a GPU beside the products.
-        seconds = seconds_as_compiled(exported, facts, call, seconds, num_stages or 1)
-    if loss is not None and has_data:
-        seconds[-1] += seconds_of_loss(exported, call, *loss)
+    # What is timed draws random numbers, which are not the program's.
+    with torch.random.fork_rng([exported.device] if has_data and exported.device != "cpu" else []):
+        call = example_call(exported, example_args, example_kwargs or {}) if has_data else []
+        seconds = seconds_of_nodes(exported, facts, call)
+        if balance == "time" and num_stages != 1 and exported.device != "cpu" and has_data:
+            # Generated kernels leave out most of what torch's launch and move on a GPU beside the products.
+            seconds = seconds_as_compiled(exported, facts, call, seconds, num_stages or 1)
+        if loss is not None and has_data:
+            seconds[-1] += seconds_of_loss(exported, call, *loss)
     in_flight = microbatches or num_stages or 1
     if isinstance(balance, str):
         assert num_stages is not None

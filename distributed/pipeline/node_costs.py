@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from gradsplit.compile_core.export.exported import Exported
-from gradsplit.distributed.pipeline.example_inputs import devices_of, example_inputs
+from gradsplit.distributed.pipeline.example_inputs import example_inputs
 from gradsplit.distributed.pipeline.graph_facts import GraphFacts, on_fakes
 
 # Of a device that nobody can measure, since the parameters have no data: only their ratio matters.
@@ -32,7 +32,7 @@ def seconds_of_nodes(exported: Exported, facts: GraphFacts, call: Sequence[torch
     if any(tensor.is_meta for tensor in exported.tensors.values()):
         return _estimated(exported, facts)
     measuring = _Measuring(exported.graph, facts, exported.device)
-    with torch.enable_grad(), torch.random.fork_rng(devices_of(exported)):
+    with torch.enable_grad():
         measuring.run(*example_inputs(exported, call))
     return [measuring.seconds[node] for node in facts.nodes]
 

@@ -22,7 +22,7 @@ from gradsplit.compile_core.export.exported import Exported
 from gradsplit.compile_core.export.structures import build
 from gradsplit.compile_core.interface import api
 from gradsplit.compile_core.interface.module_compilers import CompileRequest
-from gradsplit.distributed.pipeline.example_inputs import devices_of, example_inputs, made
+from gradsplit.distributed.pipeline.example_inputs import example_inputs, made
 from gradsplit.distributed.pipeline.graph_facts import GraphFacts
 from gradsplit.distributed.pipeline.node_costs import across_cuts
 from gradsplit.distributed.pipeline.split_graph import split_graph
@@ -87,7 +87,7 @@ def seconds_of_loss(
     target: Any,
 ) -> float:
     """Of one microbatch's loss, compiled, and its gradient."""
-    with torch.no_grad(), torch.random.fork_rng(devices_of(exported)):
+    with torch.no_grad():
         given = example_inputs(exported, call)
         results = fx.Interpreter(fx.GraphModule({}, exported.graph)).run(*given)
     output = tree_map_only(
@@ -154,7 +154,7 @@ def _measure(piece: Exported, call: Sequence[torch.Tensor]) -> float | None:
             torch.autograd.grad(results, leaves, seeds, allow_unused=True)
 
     try:
-        with torch.enable_grad(), torch.random.fork_rng(devices_of(piece)):
+        with torch.enable_grad():
             for _ in range(_WARM_UP):
                 run()
             return _device_seconds(run, piece.device != "cpu")

@@ -204,3 +204,12 @@ def test_what_does_not_fit_is_not_loaded(what, message, folders, tmp_path):
         read_stage(tmp_path / "p", 1, "cpu")
     with pytest.raises(ExportError, match="has the stages 0 to 1, and no stage 7"):
         read_stage(folders[0], 7, "cpu")
+
+
+def test_what_is_timed_leaves_the_generator_alone(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+    before = torch.get_rng_state()
+    loss = (nn.functional.mse_loss, torch.zeros(2, 4))
+    exported = gradsplit.export(model, (torch.ones(2, 4),))
+    export_pipeline(exported, (), 2, folder=tmp_path / "stages", loss=loss)
+    assert torch.equal(before, torch.get_rng_state())
