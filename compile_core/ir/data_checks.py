@@ -1,6 +1,7 @@
 """What a graph assumes of numbers that depend on data, checked when it runs.
 
 A check fails before the graph has changed anything that it was given, so the call can be made again as plain Python.
+What it has drawn by then, the call draws again: the generators go back to where they were.
 """
 
 from __future__ import annotations
@@ -37,3 +38,16 @@ def text_of_check(condition: str) -> str:
 def is_failed_assumption(error: BaseException) -> bool:
     """Whether a graph has raised since what it assumes of data does not hold."""
     return isinstance(error, RuntimeError) and _FAILED in str(error)
+
+
+def generator_states() -> list[torch.Tensor]:
+    """Of torch's generators, the CPU's first: what a failed check goes back to."""
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *on_gpus]
+
+
+def draw_again(states: list[torch.Tensor]) -> None:
+    """Takes the generators back to these states."""
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state_all(states[1:])

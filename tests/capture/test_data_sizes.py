@@ -264,3 +264,19 @@ def test_without_the_settings_data_end_the_graph() -> None:
             made = gradsplit.compile(program, backend="eager")
             assert_same(made(torch.ones(2)), program(torch.ones(2)), "results")
             assert made.break_reasons
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_was_drawn_before_a_failed_check_is_drawn_again(backend: str) -> None:
+    def program(x: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        dropped = F.dropout(x, 0.5)
+        return dropped, x[x > 0] + other[other > 0], torch.rand(2)
+
+    made = gradsplit.compile(program, backend=backend, options={"fallback_random": True}, fullgraph=True)
+    for x, other in (([1.0, 2], [3.0, 4]), ([1.0, -2], [3.0, 4])):  # the second one is broadcast
+        runs = []
+        for call in (program, made):
+            torch.manual_seed(0)
+            runs.append((*call(torch.tensor(x), torch.tensor(other)), torch.get_rng_state()))
+        assert all(map(torch.equal, *runs))
+    assert len(made.entries) == 1
