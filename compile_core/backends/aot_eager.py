@@ -26,11 +26,16 @@ def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -
     """Interprets the region's graph; a result with a destination is copied there."""
     del options
     dump.diagram(f"{compute.name}.graph", lambda: draw_graph(compute.name, compute.module))
-    run = _taking_a_list(compute.module)
+    run = storing(_taking_a_list(compute.module), compute)
+    return lambda: run
+
+
+def storing(run: Region, compute: Compute) -> Region:
+    """What computes a region's outputs, as a ``Region``: a result with a destination is copied there."""
     num_inputs = len(compute.inputs)
     stored = [compute.outputs.index(name) for name in compute.destinations]
     if not stored:
-        return lambda: run
+        return run
 
     def run_and_store(arguments: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         destinations = arguments[num_inputs:]
@@ -40,7 +45,7 @@ def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -
             results[k] = destination.copy_(results[k])
         return results
 
-    return lambda: run_and_store
+    return run_and_store
 
 
 def _taking_a_list(module: torch.fx.GraphModule) -> Region:

@@ -12,11 +12,11 @@ numbers stay in their order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from gradsplit.compile_core.artifact_logs import log_artifact
+from gradsplit.compile_core.backends.aot_eager import storing
 from gradsplit.compile_core.ir.data_checks import CHECK
 from gradsplit.compile_core.ir.numbers import is_number, is_sized_by_data
 from gradsplit.compile_core.ir.regions import build_region, graph_inputs, graph_results
@@ -47,23 +47,7 @@ def compile_around_data(
         part.name: (compile_apart if part.name in apart else compile_known)(part)
         for part in schedule.computes
     }
-    num_inputs = len(compute.inputs)
-    stored = [compute.outputs.index(name) for name in compute.destinations]
-
-    def finish() -> Region:
-        run = link(schedule, {name: wait() for name, wait in started.items()})
-
-        def region(arguments: list[Any]) -> Sequence[Any]:
-            destinations = arguments[num_inputs:]
-            del arguments[num_inputs:]
-            results = list(run(arguments))
-            for k, destination in zip(stored, destinations, strict=True):
-                results[k] = destination.copy_(results[k])
-            return results
-
-        return region
-
-    return finish
+    return lambda: storing(link(schedule, {name: wait() for name, wait in started.items()}), compute)
 
 
 def split_at_data(compute: Compute) -> tuple[Schedule, frozenset[str]]:
