@@ -30,7 +30,7 @@ def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -
     return lambda: run
 
 
-def storing(run: Region, compute: Compute) -> Region:
+def storing(run: Callable[[list[Any]], Sequence[Any]], compute: Compute) -> Region:
     """What computes a region's outputs, as a ``Region``: a result with a destination is copied there."""
     num_inputs = len(compute.inputs)
     stored = [compute.outputs.index(name) for name in compute.destinations]
