@@ -80,13 +80,11 @@ class BackwardInTwo:
         else:
             needed = {name for region in cut.regions if region.name == _WEIGHTS for name in region.inputs}
             read = [position for position, name in enumerate(taken) if name in needed]
+        places: dict[fx.Node | None, int] = {node: place for place, node in enumerate(cut.early)}
         return BackwardInTwo(
             first,
             second,
-            tuple(
-                -1 if node is None or node not in cut.early else cut.early.index(node)
-                for node in cut.gradients
-            ),
+            tuple(places.get(node, -1) for node in cut.gradients),
             frozenset(read),
             tuple(
                 tuple(
@@ -151,7 +149,8 @@ class _Cut:
         )
         first = [node for node in computed if node in needed]
         second = [node for node in computed if node not in needed]
-        late = dict.fromkeys(node for node in gradients if node is not None and node in set(second))
+        of_weights = set(second)
+        late = dict.fromkeys(node for node in gradients if node is not None and node in of_weights)
         early = dict.fromkeys(node for node in gradients if node is not None and node not in late)
         read_later = {source for node in second for source in node.all_input_nodes}
         handed_on = [node for node in first if node in read_later]

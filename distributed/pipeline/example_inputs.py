@@ -18,16 +18,19 @@ def example_call(exported: Exported, args: Sequence[Any], kwargs: Mapping[str, A
     Those of the user tell the most: equal indices, for one, make the gradient of an embedding slow.
     """
     given = read_call(exported, args, kwargs)
-    return [given.get(k, made(argument, exported.device)) for k, argument in enumerate(exported.arguments)]
+    return [
+        given[k] if k in given else made(argument, exported.device)
+        for k, argument in enumerate(exported.arguments)
+    ]
 
 
 def made(argument: ExportedTensor, device: str) -> torch.Tensor:
     """A tensor as it was exported: zeros of integers, which are right for indices; else random numbers, since a GPU
     multiplies zeros faster."""
-    made = torch.zeros(argument.example, dtype=argument.torch_dtype, device=device)
-    if made.is_floating_point():
-        made.normal_()
-    return made.requires_grad_(argument.requires_grad)
+    tensor = torch.zeros(argument.example, dtype=argument.torch_dtype, device=device)
+    if tensor.is_floating_point():
+        tensor.normal_()
+    return tensor.requires_grad_(argument.requires_grad)
 
 
 def example_inputs(exported: Exported, call: Sequence[torch.Tensor]) -> list[torch.Tensor]:

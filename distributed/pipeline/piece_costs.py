@@ -102,8 +102,6 @@ def seconds_of_loss(
         torch.autograd.grad(compiled(output, target), leaves, allow_unused=True)
 
     with torch.enable_grad():
-        for _ in range(_WARM_UP):
-            run()
         return _device_seconds(run, exported.device != "cpu")
 
 
@@ -135,7 +133,7 @@ def _shape_of(piece: Exported) -> tuple[Any, ...]:
             argument = piece.arguments[node.meta["path"]]
             given = argument.example, argument.dtype, argument.requires_grad
         target = "" if node.op == "placeholder" else str(node.target)
-        described.append((node.op, target, repr(arguments) if node.op != "placeholder" else "", given))
+        described.append((node.op, target, repr(arguments), given))
     return tuple(described)
 
 
@@ -155,8 +153,6 @@ def _measure(piece: Exported, call: Sequence[torch.Tensor]) -> float | None:
 
     try:
         with torch.enable_grad():
-            for _ in range(_WARM_UP):
-                run()
             return _device_seconds(run, piece.device != "cpu")
     except Exception as error:
         logger.warning("%s is not timed as a program: %s", piece.name, error)
@@ -165,6 +161,8 @@ def _measure(piece: Exported, call: Sequence[torch.Tensor]) -> float | None:
 
 def _device_seconds(run: Callable[[], None], is_gpu: bool) -> float:
     """The device's own time for a run, the least of some: a host may launch more slowly than its GPU computes."""
+    for _ in range(_WARM_UP):
+        run()
     if not is_gpu:
         return min(_thread_seconds(run) for _ in range(_REPEATS))
     graph = torch.cuda.CUDAGraph()

@@ -46,11 +46,10 @@ class StageBackward:
         in_flight: microbatches whose forward may have run, and whose backward not, or not all of it; that of a stage's
             first step counts.
         in_two: how the next backward runs; only once ``split`` has been called.
-        can_split: whether there is anything to split: a graph with a backward that a backend compiles in regions.
     """
 
     def __init__(self, is_weight: Sequence[bool]) -> None:
-        self.in_two = self.can_split = False
+        self.in_two = False
         self.in_flight = MOST_AT_ONCE
         self._is_weight = is_weight
         self._left: list[WeightGradients] = []
@@ -94,7 +93,6 @@ class StageBackward:
         """Either way, as ``in_two`` says; see ``SchedulePlanner``."""
         assert self._compile is not None
         compile_region = self._compile
-        self.can_split = True
         recorded = forward if isinstance(backward, GraphedProgram) else None
         assert recorded is None or isinstance(recorded, GraphedProgram)
         self._make_two = lambda: BackwardInTwo.of(graph, recorded, self._is_weight, compile_region)

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from torch.fx import Node
 
 from gradsplit.compile_core.autograd.operators.costs import operations_of, result_bytes
+from gradsplit.compile_core.autograd.operators.graph_nodes import sources_first
 from gradsplit.compile_core.autograd.operators.kinds import is_fusible, is_reduction, is_view
 from gradsplit.compile_core.ir.numbers import is_number
 from gradsplit.compile_core.torch_facts.dispatcher import is_random
@@ -22,23 +23,8 @@ from gradsplit.compile_core.torch_facts.dispatcher import is_random
 def settled_order(order: Sequence[Node], results: Collection[Node]) -> list[Node]:
     """The order with what takes more memory than it is made of, as a wide copy of narrow values, right before its first
     reader, unless it is a result: less is held, and less passes from region to region."""
-    here = set(order)
     late = {node for node in order if node not in results and _may_be_late(node)}
-    done: set[Node] = set()
-    found: list[Node] = []
-    for wanted in order:
-        pending = [] if wanted in late else [wanted]
-        while pending:
-            node = pending[-1]
-            missing = [source for source in node.all_input_nodes if source in here and source not in done]
-            if missing:
-                pending.extend(reversed(missing))
-                continue
-            pending.pop()
-            if node not in done:
-                done.add(node)
-                found.append(node)
-    return found
+    return sources_first([node for node in order if node not in late], set(order))
 
 
 def may_be_ordered(order: Sequence[Node]) -> bool:

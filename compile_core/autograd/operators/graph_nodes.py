@@ -38,6 +38,26 @@ def ancestors(values: Iterable[Node], down_to: Container[Node] = ()) -> set[Node
     return found
 
 
+def sources_first(wanted: Iterable[Node], among: Container[Node]) -> list[Node]:
+    """The wanted nodes and what they are computed from, as far as it is ``among`` these, each after its sources; what
+    need not be moved stays in its order."""
+    placed: set[Node] = set()
+    order: list[Node] = []
+    for first in wanted:
+        pending = [first]
+        while pending:
+            node = pending[-1]
+            missing = [read for read in node.all_input_nodes if read in among and read not in placed]
+            if missing:
+                pending.extend(reversed(missing))
+                continue
+            pending.pop()
+            if node not in placed:
+                placed.add(node)
+                order.append(node)
+    return order
+
+
 def memory_of(node: Node) -> Node:
     """The node whose memory a value lies in: the node itself unless it is a view."""
     while (source := _viewed(node)) is not None:

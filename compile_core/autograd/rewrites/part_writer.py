@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
+from gradsplit.compile_core.autograd.operators.graph_nodes import add_call, sources_first
 from gradsplit.compile_core.autograd.rewrites.rows import Rows, reshaped
 
 aten = torch.ops.aten
@@ -33,10 +33,8 @@ class PartWriter:
 
     def call(self, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
         """A node that computes what ``like`` is about, without its marks: it need not belong to the backward."""
-        node = self.graph.call_function(target, args, kwargs)
-        fake_args, fake_kwargs = map_arg((args, kwargs), lambda read: read.meta["val"])
-        meta = {name: value for name, value in like.meta.items() if name != "custom"}
-        node.meta = {**meta, "val": target(*fake_args, **fake_kwargs)}
+        node = add_call(self.graph, like, target, *args, **kwargs)
+        node.meta.pop("custom", None)
         return node
 
     def outer(self, value: Node) -> Node:
@@ -73,24 +71,6 @@ class PartWriter:
             node.replace_all_uses_with(value, delete_user_cb=lambda user: user not in inside)
         for node in reversed([node for node in self.graph.nodes if node in inside]):
             self.graph.erase_node(node)
-        _put_in_order(self.graph)
-
-
-def _put_in_order(graph: Graph) -> None:
-    """Moves nodes behind what they read; those that need not be moved stay in their order."""
-    placed: set[Node] = set()
-    order: list[Node] = []
-    for wanted in list(graph.nodes):
-        pending = [wanted]
-        while pending:
-            node = pending[-1]
-            missing = [] if node in placed else [read for read in node.all_input_nodes if read not in placed]
-            if missing:
-                pending.extend(reversed(missing))
-                continue
-            pending.pop()
-            if node not in placed:
-                placed.add(node)
-                order.append(node)
-    for node in order:
-        graph.output_node().prepend(node)
+        in_order = list(self.graph.nodes)
+        for node in sources_first(in_order, set(in_order)):
+            self.graph.output_node().prepend(node)

@@ -31,6 +31,7 @@ from gradsplit.distributed.pipeline.load_stage import load_stage
 from tests.distributed.pipeline.tied_model import chain, tied
 from tests.runtime.recorder_on_cpu import RecorderOnCpu
 
+CPU = torch.device("cpu")
 SINGLE = ("GPipe", "1F1B")
 IN_A_V = ("ZBVZeroBubble", "DualPipeV")
 LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
@@ -97,7 +98,7 @@ def run_case(
     microbatches: int,
     backend: str = "aot_eager",
     mode: str | None = None,
-    device: torch.device = torch.device("cpu"),  # noqa: B008
+    device: torch.device = CPU,
     tolerance: float = 0.0,
     steps: int = 2,
 ) -> list[str]:
@@ -166,7 +167,7 @@ def models_of(names: list[str]) -> dict[str, Callable[[], tuple[nn.Module, dict[
 
 def main() -> None:
     arguments = sys.argv[1:]
-    mode, recorder, device = None, RecorderOnCpu(), torch.device("cpu")
+    mode, recorder, device = None, RecorderOnCpu(), CPU
     if arguments[0] == "--cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
