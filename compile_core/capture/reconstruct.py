@@ -23,10 +23,7 @@ from gradsplit.compile_core.capture.object_model.partials import PartialValue
 from gradsplit.compile_core.capture.open_numbers.conditions import ConditionValue
 from gradsplit.compile_core.capture.open_numbers.growing_lists import GrowingList
 from gradsplit.compile_core.capture.open_numbers.scalars import ScalarValue
-from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import (
-    SymbolicNumber,
-    is_of_data,
-)
+from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import SymbolicNumber, is_of_data
 from gradsplit.compile_core.capture.operations.operator_rules import GetterValue
 from gradsplit.compile_core.capture.rebuild_iterators import build_iterator
 from gradsplit.compile_core.capture.torch_rules.modes import ModeValue

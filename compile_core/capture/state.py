@@ -39,10 +39,7 @@ from gradsplit.compile_core.capture.open_numbers.scalars import (
     read_scalar,
 )
 from gradsplit.compile_core.capture.open_numbers.size_history import SizeHistory
-from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import (
-    SymbolicInt,
-    open_probability,
-)
+from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import SymbolicInt, open_probability
 from gradsplit.compile_core.capture.open_numbers.symbolic_sizes import SymbolicSizes
 from gradsplit.compile_core.capture.operations import comparisons, texts
 from gradsplit.compile_core.capture.operations.special_methods import special_call

@@ -29,14 +29,12 @@ interpret_expression = private("torch.utils._sympy.interp:sympy_interp", _PURPOS
 SAYING: tuple[Any, ...] = tuple(
     private(f"torch:{name}", "what programs say of sizes that depend on data", PROGRAMS_RUN_PLAIN)
     for name in (
-        *(
-            "_check",
-            "_check_index",
-            "_check_value",
-            "_check_type",
-            "_check_not_implemented",
-            "_check_is_size",
-        ),
+        "_check",
+        "_check_index",
+        "_check_value",
+        "_check_type",
+        "_check_not_implemented",
+        "_check_is_size",
     )
 )
 assume = SAYING[0]
