@@ -48,7 +48,7 @@ def load_stage(
 
     Raises:
         ExportError: on every rank, if any rank's stage is missing or damaged, or ranks have different exports.
-        ValueError: an unknown backend or option; or values go past neighbours, and the group is none of gloo.
+        ValueError: an unknown backend or option.
     """
     request = CompileRequest.of(True, None, backend, mode, options)
     place = torch.device(device)
@@ -64,15 +64,6 @@ def load_stage(
         if len(set(stages)) > 1:
             raise ValueError(f"replicas have one stage in common, and these ranks load {stages}")
     assert layout is not None and part is not None
-    past = next(
-        (edge for edge in layout.edges if edge.is_state or edge.consumers != (edge.producer + 1,)), None
-    )
-    backend_name = backend_of(group or dist.group.WORLD, place)  # type: ignore[arg-type]
-    if past is not None and backend_name != "gloo":
-        raise ValueError(
-            f"{past.name} goes from stage {past.producer} to {past.consumers} past torch's schedules, in messages with "
-            f"tags, which gloo has and {backend_name} has not; load the stages on a device that gloo serves"
-        )
     if place.type == "cpu":
         _keep_freed_memory()
     step = _step_of(layout, place, group)
@@ -111,7 +102,9 @@ def _compare(problem: str, checksum: str, stage: int, group: dist.ProcessGroup |
 def _step_of(layout: PipelineLayout, device: torch.device, group: dist.ProcessGroup | None) -> RankStep:
     key = (layout.identity, id(group))
     if key not in _steps:
-        step = RankStep(layout, device, group)
+        # Of the backends that torch has, one; NCCL reads what was sent in the order in which it was sent.
+        has_tags = backend_of(group or dist.group.WORLD, device) == "gloo"  # type: ignore[arg-type]
+        step = RankStep(layout, device, group, has_tags)
         _steps[key] = step
         return step
     return _steps[key]

@@ -23,7 +23,7 @@ from gradsplit.compile_core.interface.module_compilers import CompileRequest
 from gradsplit.compile_core.torch_facts.autograd_engine import backward_from
 from gradsplit.distributed.pipeline.call_arguments import read_call
 from gradsplit.distributed.pipeline.layout import Edge, PipelineLayout
-from gradsplit.distributed.pipeline.mail import BACKWARD, FORWARD, Message
+from gradsplit.distributed.pipeline.mail import BACKWARD, FORWARD, Lane, Message
 from gradsplit.distributed.pipeline.rank_step import RankStep
 from gradsplit.distributed.pipeline.replicas import ReplicaAverages
 from gradsplit.distributed.pipeline.stage_programs import StageProgram, WeightGradients
@@ -180,7 +180,7 @@ class CompiledStage(PipelineStage):
         for k in self._sent:
             for reader in self.layout.edges[k].consumers:
                 if reader != self.stage_index + 1:
-                    self._send(Message(FORWARD, k, fwd_chunk_id, reader), flat[k], reader)
+                    self._send(FORWARD, k, fwd_chunk_id, flat[k], reader)
         to_next = tuple(flat[k] for k in self._to_next)
         self.fwd_cache[fwd_chunk_id] = (to_next, [])  # type: ignore[assignment]
         return to_next
@@ -206,9 +206,9 @@ class CompiledStage(PipelineStage):
             edge = self.layout.edges[k]
             gradients[k] = edge.flat(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
             leaf.grad = None
-            if k not in self._from_previous:
-                reader = edge.reader_before(self.stage_index)
-                self._send(Message(BACKWARD, k, bwd_chunk_id, reader), gradients[k], reader)
+        for k in sorted(gradients.keys() - set(self._from_previous)):
+            reader = self.layout.edges[k].reader_before(self.stage_index)
+            self._send(BACKWARD, k, bwd_chunk_id, gradients[k], reader)
         self.bwd_cache[bwd_chunk_id] = tuple(gradients.get(k) for k in self._from_previous)
         if full_backward:
             self.backward_weight_one_chunk(bwd_chunk_id, last_backward)
@@ -252,12 +252,11 @@ class CompiledStage(PipelineStage):
                 leaf = self.submod.get_parameter(edges[k].name).detach()
                 self._lent[k] = leaf.requires_grad_(edges[k].requires_grad)
                 for reader in edges[k].consumers:
-                    self._send(Message(FORWARD, k, 0, reader), edges[k].flat(leaf), reader)
+                    self._send(FORWARD, k, 0, edges[k].flat(leaf), reader)
             return
         with torch.no_grad():
-            for k, leaf in self._borrowed.items():
-                flat = self._receive(Message(FORWARD, k, 0, self.stage_index), edges[k].producer)
-                leaf.copy_(edges[k].shaped(flat))
+            for k, leaf in sorted(self._borrowed.items()):
+                leaf.copy_(edges[k].shaped(self._receive(FORWARD, k, 0, edges[k].producer)))
 
     def complete_gradients(self) -> None:
         """Waits for those of replicas, and divides them as the schedule asked for."""
@@ -279,6 +278,9 @@ class CompiledStage(PipelineStage):
         edges, stage = self.layout.edges, self.stage_index
         infos = self.args_recv_info[microbatch]
         arrived = {k: info.buffer for k, info in zip(self._from_previous, infos, strict=True)}
+        for k in sorted(self._inputs):
+            if k >= 0 and k not in self._borrowed and k not in self._from_previous:
+                arrived[k] = self._receive(FORWARD, k, microbatch, edges[k].producer)
         call = read_call(self.layout, args, kwargs) if any(k < 0 for k in self._inputs) else {}
         inputs = []
         for k in self._inputs:
@@ -292,10 +294,7 @@ class CompiledStage(PipelineStage):
             elif k in self._borrowed:
                 inputs.append(self._borrowed[k])
             else:
-                flat = arrived.get(k)
-                if flat is None:
-                    flat = self._receive(Message(FORWARD, k, microbatch, stage), edges[k].producer)
-                leaf = edges[k].shaped(flat.detach())
+                leaf = edges[k].shaped(arrived[k].detach())
                 inputs.append(leaf.requires_grad_(edges[k].requires_grad and self.has_backward))
         return inputs
 
@@ -304,42 +303,41 @@ class CompiledStage(PipelineStage):
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """The values whose gradients come from later stages, and these."""
         edges, stage = self.layout.edges, self.stage_index
+        values: list[tuple[int, torch.Tensor | None]] = [*zip(self._outputs, forward.results, strict=True)]
+        values += [
+            (k, leaf)
+            for k, leaf in zip(self._inputs, forward.inputs, strict=True)
+            if k >= 0 and k not in self._threaded
+        ]
+        values += [(k, None) for k in sorted(self._lent.keys() - self._threaded)]
+        readers = {k: edges[k].reader_after(stage) for k, _ in values if edges[k].requires_grad}
         infos = self.grad_recv_info[microbatch]
-        from_next = {k: info.buffer for k, info in zip(self._to_next, infos, strict=True)}
+        arrived = {k: info.buffer for k, info in zip(self._to_next, infos, strict=True)}
+        for k, reader in sorted(readers.items()):
+            if reader is not None and k not in arrived:
+                arrived[k] = self._receive(BACKWARD, k, microbatch, reader)
         roots: list[torch.Tensor] = []
         seeds: list[torch.Tensor | None] = []
-
-        def arrive(k: int, value: torch.Tensor | None) -> None:
-            reader = edges[k].reader_after(stage)
-            if not edges[k].requires_grad or reader is None:
-                return
-            flat = from_next.get(k)
-            if flat is None:
-                flat = self._receive(Message(BACKWARD, k, microbatch, stage), reader)
+        for k, value in values:
+            if readers.get(k) is None:
+                continue
             if value is None:
-                self._owed[k, microbatch] = edges[k].shaped(flat)
+                self._owed[k, microbatch] = edges[k].shaped(arrived[k])
             else:
                 roots.append(value)
-                seeds.append(edges[k].shaped(flat))
-
-        for k, value in zip(self._outputs, forward.results, strict=True):
-            arrive(k, value)
-        for k, leaf in zip(self._inputs, forward.inputs, strict=True):
-            if k >= 0 and k not in self._threaded:
-                arrive(k, leaf)
-        for k in self._lent.keys() - self._threaded:
-            arrive(k, None)
+                seeds.append(edges[k].shaped(arrived[k]))
         return roots, seeds
 
     # Messages.
 
-    def _send(self, message: Message, flat: torch.Tensor, stage: int) -> None:
-        self._step.mail.send(message, flat, self.stage_index_to_group_rank[stage])
+    def _send(self, kind: int, edge: int, microbatch: int, flat: torch.Tensor, reader: int) -> None:
+        message = Message(Lane(kind, self.stage_index, reader), edge, microbatch)
+        self._step.mail.send(message, flat, self.stage_index_to_group_rank[reader])
 
-    def _receive(self, message: Message, stage: int) -> torch.Tensor:
-        edge = self.layout.edges[message.edge]
-        rank = self.stage_index_to_group_rank[stage]
-        return self._step.mail.receive(message, lambda: edge.empty(self.device), rank)
+    def _receive(self, kind: int, edge: int, microbatch: int, sender: int) -> torch.Tensor:
+        message = Message(Lane(kind, sender, self.stage_index), edge, microbatch)
+        rank = self.stage_index_to_group_rank[sender]
+        return self._step.mail.receive(message, lambda: self.layout.edges[edge].empty(self.device), rank)
 
 
 def _described(edge: Edge) -> torch.Tensor:

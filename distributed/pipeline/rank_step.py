@@ -14,13 +14,14 @@ import torch.distributed as dist
 
 from gradsplit.distributed.pipeline.draws import set_state, state_of, states_of_forwards
 from gradsplit.distributed.pipeline.layout import PipelineLayout
-from gradsplit.distributed.pipeline.mail import Mail
+from gradsplit.distributed.pipeline.mail import Mail, lanes_of
 
 
 class Stage(Protocol):
     """What a step asks of a stage."""
 
     stage_index: int
+    stage_index_to_group_rank: dict[int, int]
 
     def exchange_weights(self, send: bool) -> None: ...
     def complete_gradients(self) -> None: ...
@@ -33,11 +34,14 @@ class RankStep:
         layout: of the pipeline.
         device: of its stages.
         group: of its ranks.
+        has_tags: see ``Mail``.
     """
 
-    def __init__(self, layout: PipelineLayout, device: torch.device, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, layout: PipelineLayout, device: torch.device, group: dist.ProcessGroup | None, has_tags: bool
+    ) -> None:
         self.layout, self.device = layout, device
-        self.mail = Mail(group, len(layout.stages))
+        self.mail = Mail(group, len(layout.stages), has_tags)
         self._loaded: set[int] = set()
         self._active: list[Stage] = []
         self._finished: list[Stage] = []
@@ -63,6 +67,7 @@ class RankStep:
             self.mail.wait_for_sends()
             self._active, self._finished, self._running = [], [], False
         self._active.append(stage)
+        self.mail.open_lanes(lanes_of(self.layout), stage.stage_index_to_group_rank, self.device)
 
     def begin_forwards(self, microbatches: int) -> bool:
         """Called before each forward; whether it is the first of the step."""

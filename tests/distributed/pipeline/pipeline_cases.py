@@ -1,10 +1,11 @@
 """Pipelines of small models beside the same models unsplit, on the ranks that this program is started on.
 
     python -m gradsplit.launch --nproc-per-node 2 -m tests.distributed.pipeline.pipeline_cases \\
-        [--cuda] [--recorded] FOLDER MODEL... -- SCHEDULE...
+        [--cuda] [--lanes] [--recorded] FOLDER MODEL... -- SCHEDULE...
 
-With ``--cuda`` ranks have a GPU each. With ``--recorded`` stages replay recordings, as CUDA graphs are. Losses,
-gradients, buffers and the state of the generator must be equal bit for bit with torch's kernels.
+With ``--cuda`` ranks have a GPU each. With ``--lanes`` messages go as over NCCL, which has no tags. With ``--recorded``
+stages replay recordings, as CUDA graphs are. Losses, gradients, buffers and the state of the generator must be equal
+bit for bit with torch's kernels.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 import gradsplit
 from gradsplit.compile_core import pipeline as stages_of_compilation
 from gradsplit.compile_core.runtime.cuda_graphs import graph_programs
+from gradsplit.distributed.pipeline import load_stage as load_stage_file
 from gradsplit.distributed.pipeline.draws import state_of
 from gradsplit.distributed.pipeline.export_pipeline import export_pipeline
 from gradsplit.distributed.pipeline.load_stage import load_stage
@@ -171,6 +173,9 @@ def main() -> None:
     if arguments[0] == "--cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+        del arguments[0]
+    if arguments[0] == "--lanes":
+        load_stage_file.backend_of = lambda group, device: "nccl"
         del arguments[0]
     if arguments[0] == "--recorded":
         mode = "reduce-overhead"

@@ -20,8 +20,17 @@ def test_stages_train_as_the_whole_model_does(tmp_path: Path) -> None:
 
 
 def test_recorded_stages_train_as_the_whole_model_does(tmp_path: Path) -> None:
-    """With several microbatches in flight, dropout, running statistics, and weight gradients apart."""
-    program = ["-m", "tests.distributed.pipeline.pipeline_cases", "--recorded", str(tmp_path), "tied", "--"]
+    """With several microbatches in flight, dropout, running statistics, weight gradients apart, and messages without
+    tags."""
+    program = [
+        "-m",
+        "tests.distributed.pipeline.pipeline_cases",
+        "--lanes",
+        "--recorded",
+        str(tmp_path),
+        "tied",
+        "--",
+    ]
     found = start_ranks([*program, "1F1B", "InterleavedZeroBubble", "DualPipeV"], timeout_s=110)
     assert found.returncode == 0, found.stdout + found.stderr
     assert found.stdout.count(": equal") == 4, found.stdout
@@ -31,11 +40,12 @@ def test_recorded_stages_train_as_the_whole_model_does(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("recorded", [[], ["--recorded"]])
 def test_stages_on_gpus_train_as_the_whole_model_does(tmp_path: Path, recorded: list[str]) -> None:
-    program = ["-m", "tests.distributed.pipeline.pipeline_cases", "--cuda", *recorded, str(tmp_path), "chain"]
+    program = ["-m", "tests.distributed.pipeline.pipeline_cases", "--cuda", *recorded, str(tmp_path)]
+    program += ["chain", "tied"]
     schedules = ["1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"]
     found = start_ranks([*program, "--", *schedules], timeout_s=200)
     assert found.returncode == 0, found.stdout + found.stderr
-    assert found.stdout.count(": equal") == 4, found.stdout
+    assert found.stdout.count(": equal") == 8, found.stdout
 
 
 def test_replicas_average_and_errors_come_on_every_rank(tmp_path: Path) -> None:
