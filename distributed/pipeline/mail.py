@@ -105,9 +105,14 @@ class Mail:
                 use_local_synchronization=in_a_part,
             )
             if own in ranks:
-                # Now, and not where a rank would wait for it in the middle of a step.
-                dist.all_reduce(torch.zeros(1, device=device), group=made)
                 self._groups[lane] = made
+                # NCCL connects two ranks for messages at the first one, for which each waits: a rank in the middle of a
+                # step might wait for one that waits for it elsewhere.
+                first = torch.zeros(1, device=device)
+                if own == rank_of[lane.sender]:
+                    dist.send(first, group=made, group_dst=int(own == min(ranks)))
+                else:
+                    dist.recv(first, group=made, group_src=int(own == min(ranks)))
 
     def send(self, message: Message, flat: torch.Tensor, rank: int) -> None:
         """To a rank of the group, or to another stage of this one."""
