@@ -3,7 +3,7 @@
 A rank sees the arguments of the call that it is given, and most ranks need sizes of others: of buffers for what they
 receive, of what other stages draw. So each tells the others, in the process group's store, the shapes that it sees, or
 what is wrong with them, at its first forward of a step. From there on all know the same, and raise the same error where
-something does not fit. No device waits for that, and no rank would wait less: a pipeline is empty between two steps.
+something does not fit. No device waits for that, and in training no rank: a pipeline is empty between two steps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SizeAgreement:
     """
 
     def __init__(self, layout: PipelineLayout, group: dist.ProcessGroup | None) -> None:
-        self._layout = layout
+        self._layout, self._open = layout, layout.open_arguments
         self._rank, self._count = dist.get_rank(group), dist.get_world_size(group)
         # Of its own, since who waits in a store keeps others from it.
         self._store = store_of(group or dist.group.WORLD).clone()
@@ -81,7 +81,7 @@ class SizeAgreement:
                         f"{layout.arguments[position].place} has the shape {list(known)} on rank {other} and "
                         f"{list(shape)} on rank {rank}, in a microbatch; give step() the same batch on all ranks"
                     )
-        for position in layout.open_arguments:
+        for position in self._open:
             if position not in first:
                 raise ValueError(
                     f"no rank was given {layout.arguments[position].place}, whose sizes differ between steps; give it "
@@ -90,7 +90,7 @@ class SizeAgreement:
         shapes = [first[k][1] if k in first else shape for k, shape in enumerate(layout.example_shapes)]
         broken = layout.broken_condition(shapes)
         if broken:
-            given = ", ".join(f"{layout.arguments[k].place} {list(shapes[k])}" for k in layout.open_arguments)
+            given = ", ".join(f"{layout.arguments[k].place} {list(shapes[k])}" for k in self._open)
             raise ValueError(
                 f"{layout.name} was exported for sizes with {broken}; a microbatch of this step has {given}. Give "
                 f"other sizes, or export it again with other dynamic_shapes"

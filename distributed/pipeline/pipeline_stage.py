@@ -60,7 +60,11 @@ class CompiledStage(PipelineStage):
         self.layout, self._step, self._result = layout, step, part.result
         own, edges = layout.stages[stage], step.layout.edges
         self._inputs, self._outputs, self._threaded = own.inputs, own.outputs, frozenset(own.threaded)
-        self._measured = frozenset(own.measured)
+        # In the place of arguments of which only the sizes are read: nothing of their data is.
+        self._stand_ins = {
+            k: torch.empty((), dtype=layout.arguments[-1 - k].torch_dtype, device=device)
+            for k in own.measured
+        }
         self._sent = [k for k, edge in enumerate(edges) if edge.is_sent_by(stage)]
         # In one order on both sides.
         self._to_next = [k for k in self._sent if stage + 1 in edges[k].consumers]
@@ -322,11 +326,12 @@ class CompiledStage(PipelineStage):
         edges, stage = self._step.layout.edges, self.stage_index
         infos = self.args_recv_info[microbatch]
         arrived = {k: info.buffer for k, info in zip(self._from_previous, infos, strict=True)}
-        call = read_call(self.layout, args, kwargs) if any(k < 0 for k in self._inputs) else {}
+        reads_call = any(k < 0 and k not in self._stand_ins for k in self._inputs)
+        call = read_call(self.layout, args, kwargs) if reads_call else {}
         inputs = []
         for k in self._inputs:
-            if k in self._measured:
-                inputs.append(self._stand_in(-1 - k))
+            if k in self._stand_ins:
+                inputs.append(self._stand_ins[k].expand(self._step.shapes[-1 - k]))
             elif k < 0:
                 argument, shape = self.layout.arguments[-1 - k], self._step.shapes[-1 - k]
                 given = call.get(-1 - k)
@@ -350,12 +355,6 @@ class CompiledStage(PipelineStage):
                 leaf = edges[k].shaped(flat.detach())
                 inputs.append(leaf.requires_grad_(edges[k].requires_grad and self.has_backward))
         return inputs
-
-    def _stand_in(self, position: int) -> torch.Tensor:
-        """In the place of an argument of which only the sizes are read: it has no data."""
-        argument = self.layout.arguments[position]
-        one = torch.empty((), dtype=argument.torch_dtype, device=self.device)
-        return one.expand(self._step.shapes[position])
 
     def _arrived(
         self, microbatch: int, forward: _Forward

@@ -82,7 +82,8 @@ class RankStep:
             raise ValueError(
                 f"no rank has loaded stage {missing[0]} of {self.layout.name}; all {len(self.layout.stages)} take part"
             )
-        if self._running:
+        # A step may have ended with an error before its first forward.
+        if self._running or stage in self._active:
             self.mail.wait_for_sends()
             self._active, self._finished, self._running = [], [], False
             self.has_sizes = self._agreement is None
