@@ -59,7 +59,7 @@ class GraphFacts:
         return isinstance(self.values[node], torch.Tensor)
 
     def is_number(self, node: fx.Node) -> bool:
-        return isinstance(self.values[node], (int, *SYMBOLIC_NUMBERS))
+        return _is_number(self.values[node])
 
     def requires_grad(self, node: fx.Node) -> bool:
         return self.is_tensor(node) and self.values[node].requires_grad
@@ -127,6 +127,7 @@ def fakes_of(exported: Exported) -> tuple[SymbolicInputs, list[torch.Tensor]]:
         for name, tensor in exported.tensors.items()
     }
     symbols = SymbolicInputs([*sized.values(), *held.values()])
+    symbols.mode.allow_non_fake_inputs = True
     made = dict(zip([*sized, *held], symbols.fakes, strict=True))
     args, kwargs = build(exported.call, symbols.fakes)
     for text in exported.conditions:
@@ -138,6 +139,10 @@ def fakes_of(exported: Exported) -> tuple[SymbolicInputs, list[torch.Tensor]]:
 def is_part(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
     """Whether a node takes one item of what another returns; it stays with that one."""
     return node.target is operator.getitem and not isinstance(values[node.all_input_nodes[0]], torch.Tensor)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, *SYMBOLIC_NUMBERS))
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -152,8 +157,7 @@ def _constants(
     for node in nodes:
         memories = {_memory(leaf) for leaf in tree_leaves(values[node]) if isinstance(leaf, torch.Tensor)}
         # Of arguments no graph reads numbers but their sizes.
-        is_number = isinstance(values[node], (int, *SYMBOLIC_NUMBERS))
-        kinds = ("buffer", "constant", "argument") if is_number else ("buffer", "constant")
+        kinds = ("buffer", "constant", "argument") if _is_number(values[node]) else ("buffer", "constant")
         sources = all(source in found or source.meta.get("kind") in kinds for source in node.all_input_nodes)
         is_mode = node.target is set_grad_enabled or getattr(node.target, "__name__", "") in _MODES
         reads_written = any(

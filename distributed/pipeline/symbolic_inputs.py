@@ -84,7 +84,6 @@ class SymbolicInputs:
             if given.shape[dim] in SPECIAL_SIZES
         )
         self.mode = self._sizes.fake_mode
-        self.mode.allow_non_fake_inputs = True
         self.fakes = list(map(self._fake, inputs))
 
     def _fake(self, given: SizedInput) -> torch.Tensor:

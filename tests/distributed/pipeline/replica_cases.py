@@ -7,6 +7,7 @@ python -m gradsplit.launch --nproc-per-node 4 -m tests.distributed.pipeline.repl
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,14 @@ def main() -> None:
 
     refused_alone(folder, alone[rank])
 
+    # Without gradients, and with another size again.
+    losses: list[torch.Tensor] = []
+    ids, labels = batch(3)
+    schedule.eval(ids, labels, target=torch.zeros(MICROBATCHES), losses=losses, return_outputs=False)
+    if rank % 2:
+        for loss, part in zip(losses, ids.chunk(MICROBATCHES), strict=True):
+            assert torch.equal(loss, model(part, (part + 3) % 16)["loss"])
+
     states = [None, None]
     dist.all_gather_object(states, stage.state_dict(), group=group)
     whole = merge_checkpoints(folder / "p", states)
@@ -125,6 +134,11 @@ def main() -> None:
         half.load_state_dict(changed)
     for one in (stage, *halves):
         assert all(torch.equal(tensor, changed[name]) for name, tensor in one.state_dict().items())
+    # A rank that does not come is named.
+    if rank % 2 == 0:
+        stage._step._agreement._store.set_timeout(timedelta(seconds=1))
+        with pytest.raises(RuntimeError, match="rank 1 has not begun its step 7 of Tied"):
+            schedule.eval(ids, labels, target=torch.zeros(MICROBATCHES))
     dist.barrier()
     dist.destroy_process_group()
     print(f"rank {rank}: equal", flush=True)
