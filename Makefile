@@ -68,6 +68,8 @@ pipelines: $(VENV)/installed
 		gpt2 bert llama t5 vit unet -- GPipe 1F1B Interleaved1F1B LoopedBFS InterleavedZeroBubble ZBVZeroBubble DualPipeV
 	$(VENV_PYTHON) -m gradsplit.launch --nproc-per-node 4 -m tests.distributed.pipeline.pipeline_cases out/pipelines/4 \
 		gpt2 t5 -- 1F1B InterleavedZeroBubble ZBVZeroBubble
+	$(VENV_PYTHON) -m gradsplit.launch --nproc-per-node 2 -m tests.distributed.pipeline.pipeline_cases --open \
+		out/pipelines/open gpt2 bert llama t5_of_two_lengths -- 1F1B InterleavedZeroBubble ZBVZeroBubble
 
 # Processor seconds of compiling programs of up to 20,000 operations: an hour or two.
 compile-time-growth: $(VENV)/installed

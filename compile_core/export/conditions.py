@@ -8,6 +8,7 @@ conditions consist of is let through before it is compiled.
 from __future__ import annotations
 
 import ast
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,11 @@ class ExportedTensor:
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
 
+    @property
+    def open_dims(self) -> tuple[int, ...]:
+        """The dims whose sizes may differ."""
+        return tuple(dim for dim, size in enumerate(self.sizes) if size is None)
+
     def check(self, given: torch.Tensor) -> None:
         """Raises ValueError where a tensor is not one that the graph was exported for."""
         shown = f"the exported graph takes {self} there"
@@ -87,11 +93,12 @@ def _is_size_of_argument(source: Source) -> bool:
     return is_argument and ".shape[" in str(source)
 
 
-def compile_condition(text: str) -> Callable[[Sequence[Any], dict[str, Any]], bool]:
-    """The function of a condition.
+@functools.cache
+def compile_condition(text: str) -> Callable[[Sequence[Any], dict[str, Any]], Any]:
+    """The function of a condition on sizes, or of a number that follows from them.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is neither.
     """
     try:
         tree = ast.parse(text, mode="eval")

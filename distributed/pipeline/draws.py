@@ -7,7 +7,7 @@ memory that it throws away, and so knows the state of the generator at the start
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,16 +18,22 @@ from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.export.targets import find_target, name_of_target
 from gradsplit.compile_core.torch_facts.dispatcher import is_random_call
 
-# An operator's name, its arguments, and its keyword arguments. A tensor is {"tensor": [sizes, strides, dtype]}.
+# An operator's name, its arguments, and its keyword arguments. A tensor is {"tensor": [sizes, strides, dtype]}, and a
+# number that follows from open sizes {"size": text}.
 Draw = list[Any]
 
 
 class RecordDraws(TorchDispatchMode):
-    """Inside, calls of operators that draw random numbers are noted in ``found``."""
+    """Inside, calls of operators that draw random numbers are noted in ``found``.
 
-    def __init__(self) -> None:
+    Args:
+        text: a number that follows from open sizes, as a file has it.
+    """
+
+    def __init__(self, text: Callable[[torch.SymInt], int | str]) -> None:
         super().__init__()
         self.found: list[Draw] = []
+        self._text = text
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -44,27 +50,40 @@ class RecordDraws(TorchDispatchMode):
             self.found.append(
                 [
                     name_of_target(func),
-                    [_written(value) for value in args],
-                    {key: _written(value) for key, value in given.items()},
+                    [self._written(value) for value in args],
+                    {key: self._written(value) for key, value in given.items()},
                 ]
             )
         return func(*args, **kwargs)
 
+    def _written(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            dtype = str(value.dtype).removeprefix("torch.")
+            return {"tensor": [self._written(value.shape), self._written(value.stride()), dtype]}
+        if isinstance(value, torch.SymInt):
+            text = self._text(value)
+            return text if isinstance(text, int) else {"size": text}
+        if isinstance(value, torch.dtype):
+            return {"dtype": str(value).removeprefix("torch.")}
+        if isinstance(value, (torch.device, torch.layout)):
+            return None
+        return list(map(self._written, value)) if isinstance(value, (list, tuple)) else value
+
 
 def _is_unwritable(value: Any) -> bool:
-    kinds = (torch.Tensor, torch.dtype, torch.device, torch.layout, int, float, bool, str)
+    kinds = (torch.Tensor, torch.dtype, torch.device, torch.layout, torch.SymInt, int, float, bool, str)
     return value is not None and not isinstance(value, kinds)
 
 
-def _written(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        return {"tensor": [list(value.shape), list(value.stride()), dtype]}
-    if isinstance(value, torch.dtype):
-        return {"dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, (torch.device, torch.layout)):
-        return None
-    return list(value) if isinstance(value, (list, tuple)) else value
+def with_sizes(draw: Any, value: Callable[[str], int]) -> Any:
+    """A draw, or a part of one, with the values of its open sizes."""
+    if isinstance(draw, list):
+        return [with_sizes(item, value) for item in draw]
+    if isinstance(draw, dict):
+        if "size" in draw:
+            return value(draw["size"])
+        return {key: with_sizes(item, value) for key, item in draw.items()}
+    return draw
 
 
 def repeat(draws: Sequence[Draw], device: torch.device) -> None:

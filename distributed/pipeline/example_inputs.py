@@ -13,13 +13,14 @@ from gradsplit.distributed.pipeline.call_arguments import read_call
 
 
 def example_call(exported: Exported, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors of a call, by position among ``exported.arguments``; those that it lacks are made.
+    """The tensors of a call, by position among ``exported.arguments``; those that it lacks, or has in another size than
+    was exported, are made.
 
     Those of the user tell the most: equal indices, for one, make the gradient of an embedding slow.
     """
     given = read_call(exported, args, kwargs)
     return [
-        given[k] if k in given else made(argument, exported.device)
+        given[k] if k in given and given[k].shape == argument.example else made(argument, exported.device)
         for k, argument in enumerate(exported.arguments)
     ]
 

@@ -22,7 +22,7 @@ from gradsplit.distributed.pipeline.layout import PipelineLayout
 from gradsplit.distributed.pipeline.split_graph import Split
 
 KIND = "gradsplit pipeline"
-VERSION = 2
+VERSION = 3
 PIPELINE = "pipeline.json"
 
 

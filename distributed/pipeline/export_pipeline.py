@@ -39,13 +39,15 @@ def export_pipeline(
     balance: str | Sequence[str] | Mapping[str, SplitPoint] = "time",
     microbatches: int | None = None,
     loss: tuple[Callable[[Any, Any], torch.Tensor], Any] | None = None,
+    dynamic_shapes: Any = None,
     strict: bool = True,
 ) -> PipelineLayout:
     """Captures one whole graph of a model and writes it in stages.
 
     Args:
         model: a module, or what ``gradsplit.export`` has returned. Parameters may be on the meta device.
-        example_args, example_kwargs: a call with one microbatch. Sizes are those of each later microbatch.
+        example_args, example_kwargs: a call with one microbatch. Its sizes are those of each later microbatch, but for
+            those that are left open, and those with which all is measured.
         num_stages: how many; not needed where ``balance`` names the cuts.
         folder: to write to; it appears as a whole or not at all.
         balance: what of the greatest stage is to be least: "time", measured with torch's kernels, and on a GPU with the
@@ -55,25 +57,30 @@ def export_pipeline(
         microbatches: how many are in flight at the most, for "memory"; as many as stages by default.
         loss: the ``loss_fn`` that the schedule will call with the model's result, and the target of one microbatch,
             so that its time counts in the balance of "time".
-        strict: see ``gradsplit.export``.
+        dynamic_shapes: which sizes may differ between steps; see ``gradsplit.export``.
+        strict: see there.
 
     Returns:
         What the stages are, and how they hang together.
 
     Raises:
         Unsupported: the model is not one graph, with the user's line.
-        ValueError: it cannot be cut so.
+        ValueError: it cannot be cut so; or ``dynamic_shapes`` comes too late, since ``model`` was exported before.
+        CompileError: a size that is to differ cannot.
         FileExistsError: there is something at ``folder``.
     """
     if os.path.exists(folder):
         raise FileExistsError(f"{folder} exists; a pipeline is exported to a folder of its own")
+    if isinstance(model, Exported) and dynamic_shapes is not None:
+        raise ValueError(
+            f"{model.name} is exported, with the sizes that were left open then; give dynamic_shapes to "
+            f"gradsplit.export"
+        )
     exported = (
         model
         if isinstance(model, Exported)
-        else export(model, tuple(example_args), example_kwargs, strict=strict)
+        else export(model, tuple(example_args), example_kwargs, dynamic_shapes=dynamic_shapes, strict=strict)
     )
-    if any(None in tensor.sizes for tensor in exported.arguments):
-        raise ValueError("the stages of a pipeline have fixed sizes; export the model without dynamic_shapes")
     facts = examine(exported)
     if isinstance(balance, str):
         if balance not in _PER_BYTE_SENT:

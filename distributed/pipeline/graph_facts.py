@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._pytree import tree_leaves
 
+from gradsplit.compile_core.export.conditions import compile_condition
 from gradsplit.compile_core.export.exported import Exported
+from gradsplit.compile_core.export.structures import build
+from gradsplit.compile_core.ir.numbers import SYMBOLIC_NUMBERS
+from gradsplit.compile_core.torch_facts.fake_tensors import run_on_fakes
+from gradsplit.compile_core.torch_facts.symbolic_numbers import memory_order, value_at_compilation
 from gradsplit.compile_core.torch_facts.thread_state import set_grad_enabled
 from gradsplit.distributed.pipeline.draws import Draw, RecordDraws
+from gradsplit.distributed.pipeline.symbolic_inputs import SizedInput, SymbolicInputs
 
 _MODES = ("_enter_autocast", "_exit_autocast")
 
@@ -31,7 +37,9 @@ class GraphFacts:
     Attributes:
         nodes: those that compute, in order. A cut at position ``k`` lies before ``nodes[k]``.
         values: what each node and placeholder is, as a fake tensor, or something else.
-        constant: nodes that follow from buffers and constants that nobody writes alone: each stage computes them anew.
+        symbols: of the open sizes in it.
+        constant: nodes that follow from sizes, and from buffers and constants that nobody writes, alone: each stage
+            computes them anew.
         cuts: positions at which the graph can be cut.
         forbidden: why not, by position.
         draws: of random numbers, by node.
@@ -40,6 +48,7 @@ class GraphFacts:
 
     nodes: tuple[fx.Node, ...]
     values: Mapping[fx.Node, Any]
+    symbols: SymbolicInputs
     constant: frozenset[fx.Node]
     cuts: tuple[int, ...]
     forbidden: Mapping[int, str]
@@ -49,18 +58,24 @@ class GraphFacts:
     def is_tensor(self, node: fx.Node) -> bool:
         return isinstance(self.values[node], torch.Tensor)
 
+    def is_number(self, node: fx.Node) -> bool:
+        return _is_number(self.values[node])
+
     def requires_grad(self, node: fx.Node) -> bool:
         return self.is_tensor(node) and self.values[node].requires_grad
 
     def bytes_of(self, node: fx.Node) -> int:
-        return sum(leaf.nbytes for leaf in tree_leaves(self.values[node]) if isinstance(leaf, torch.Tensor))
+        """In the call that was exported."""
+        leaves = [leaf for leaf in tree_leaves(self.values[node]) if isinstance(leaf, torch.Tensor)]
+        return sum(value_at_compilation(leaf.numel() * leaf.itemsize) for leaf in leaves)
 
 
 class _Watching(fx.Interpreter):
-    """Runs a graph and notes which memory each node writes."""
+    """Runs a graph and notes which memory each node writes, and what it draws."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, symbols: SymbolicInputs) -> None:
         super().__init__(fx.GraphModule({}, graph), garbage_collect_values=False)
+        self.symbols = symbols
         self.writes: dict[fx.Node, set[int]] = {}
         self.draws: dict[fx.Node, list[Draw]] = {}
 
@@ -72,7 +87,7 @@ class _Watching(fx.Interpreter):
             if isinstance(value, torch.Tensor)
         ]
         before = [tensor._version for tensor in given]
-        with RecordDraws() as recording:
+        with RecordDraws(self.symbols.text) as recording:
             result = super().run_node(n)
         if recording.found:
             self.draws[n] = recording.found
@@ -87,43 +102,47 @@ class _Watching(fx.Interpreter):
 
 
 def examine(exported: Exported) -> GraphFacts:
-    """Runs the graph on fake tensors of the exported call's sizes."""
+    """Runs the graph on fake tensors of the exported call's sizes, with symbols for those that are open."""
     placeholders = exported.graph.find_nodes(op="placeholder")
-    watching = _Watching(exported.graph)
-    on_fakes(exported, watching)
+    symbols, inputs = fakes_of(exported)
+    watching = _Watching(exported.graph, symbols)
+    with run_on_fakes(symbols.mode), torch.enable_grad():
+        watching.run(*inputs)
     nodes = tuple(node for node in exported.graph.nodes if node.op not in ("placeholder", "output"))
     values = {node: watching.env[node] for node in (*placeholders, *nodes)}
     constant = _constants(nodes, values, watching)
     forbidden = _forbidden_cuts(nodes, values, watching.writes, constant)
     cuts = tuple(k for k in range(1, len(nodes)) if k not in forbidden)
-    return GraphFacts(nodes, values, constant, cuts, forbidden, watching.draws, frozenset(watching.writes))
+    return GraphFacts(
+        nodes, values, symbols, constant, cuts, forbidden, watching.draws, frozenset(watching.writes)
+    )
 
 
-def on_fakes(exported: Exported, interpreter: fx.Interpreter) -> None:
-    """Runs an interpreter of the graph on fake tensors, with gradients enabled."""
+def fakes_of(exported: Exported) -> tuple[SymbolicInputs, list[torch.Tensor]]:
+    """Fake tensors for the graph's placeholders, and the symbols in them."""
     device = torch.device(exported.device)
-    made: dict[Any, torch.Tensor] = {}
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
-        for node in exported.graph.find_nodes(op="placeholder"):
-            kind, path = node.meta["kind"], node.meta["path"]
-            if path in made:
-                continue
-            if kind == "argument":
-                given = exported.arguments[path]
-                fake = torch.empty(given.example, dtype=given.torch_dtype, device=device)
-                made[path] = fake.requires_grad_(given.requires_grad)
-            else:
-                held = exported.tensors[path]
-                place = device if held.is_meta else held.device
-                fake = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=place)
-                made[path] = fake.requires_grad_(held.requires_grad)
-        nodes = exported.graph.find_nodes(op="placeholder")
-        interpreter.run(*[made[node.meta["path"]] for node in nodes])
+    sized = {k: SizedInput.of_argument(given, device) for k, given in enumerate(exported.arguments)}
+    held = {
+        name: replace(SizedInput.of(tensor, name), device=device if tensor.is_meta else tensor.device)
+        for name, tensor in exported.tensors.items()
+    }
+    symbols = SymbolicInputs([*sized.values(), *held.values()])
+    symbols.mode.allow_non_fake_inputs = True
+    made = dict(zip([*sized, *held], symbols.fakes, strict=True))
+    args, kwargs = build(exported.call, symbols.fakes)
+    for text in exported.conditions:
+        # What holds of all calls is known from here on, and no question of the graph's.
+        bool(compile_condition(text)(args, kwargs))
+    return symbols, [made[node.meta["path"]] for node in exported.graph.find_nodes(op="placeholder")]
 
 
 def is_part(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
     """Whether a node takes one item of what another returns; it stays with that one."""
     return node.target is operator.getitem and not isinstance(values[node.all_input_nodes[0]], torch.Tensor)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, *SYMBOLIC_NUMBERS))
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -137,10 +156,9 @@ def _constants(
     found: set[fx.Node] = set()
     for node in nodes:
         memories = {_memory(leaf) for leaf in tree_leaves(values[node]) if isinstance(leaf, torch.Tensor)}
-        sources = all(
-            source in found or source.meta.get("kind") in ("buffer", "constant")
-            for source in node.all_input_nodes
-        )
+        # Of arguments no graph reads numbers but their sizes.
+        kinds = ("buffer", "constant", "argument") if _is_number(values[node]) else ("buffer", "constant")
+        sources = all(source in found or source.meta.get("kind") in kinds for source in node.all_input_nodes)
         is_mode = node.target is set_grad_enabled or getattr(node.target, "__name__", "") in _MODES
         reads_written = any(
             _memory(leaf) in written
@@ -215,6 +233,12 @@ def _forbidden_cuts(
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie side by side in memory, in some order of dims."""
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor.permute(order).is_contiguous()
+    """Whether the elements lie side by side in memory, in some order of dims, whatever the open sizes are."""
+    order, _ = memory_order(tensor.stride())
+    expected: Any = 1
+    for dim in reversed(order):
+        size = tensor.shape[dim]
+        if not (statically_known_true(size == 1) or statically_known_true(tensor.stride(dim) == expected)):
+            return any(statically_known_true(size == 0) for size in tensor.shape)
+        expected *= size
+    return True

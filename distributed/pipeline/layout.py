@@ -8,15 +8,16 @@ A parameter that several stages read is an edge, too: the first one owns it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from gradsplit.compile_core.export.conditions import ExportedTensor
-from gradsplit.compile_core.export.structures import Structure
-from gradsplit.distributed.pipeline.draws import Draw
+from gradsplit.compile_core.export.conditions import ExportedTensor, compile_condition
+from gradsplit.compile_core.export.structures import Structure, build
+from gradsplit.distributed.pipeline.draws import Draw, with_sizes
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Edge:
         name: of the node that makes it, or of the parameter.
         producer: the stage that has it.
         consumers: the stages that read it, in order.
-        sizes, strides, dtype: of what is sent.
+        sizes, strides, dtype: of what is sent. What differs between steps is text over the call; see
+            ``PipelineLayout.at``.
         requires_grad: a gradient comes back.
         is_state: a parameter or a buffer, which is sent once a step.
     """
@@ -35,8 +37,8 @@ class Edge:
     name: str
     producer: int
     consumers: tuple[int, ...]
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
+    sizes: tuple[Any, ...]
+    strides: tuple[Any, ...]
     dtype: str
     requires_grad: bool
     is_state: bool = False
@@ -93,6 +95,7 @@ class StageLayout:
             the first, -2 the second.
         outputs: of each result of its graph the edge that is sent, or whose gradient is led through it (see
             ``threaded``); empty for the last stage, whose results are the model's.
+        measured: of the inputs, those arguments of the call of which only the sizes are read; they need no data.
         threaded: positions of edges that the stage takes and reads several times, and that later stages read, too: its
             graph returns a copy, so that their gradient is the first to be added.
         draws: of random numbers, by a forward.
@@ -102,6 +105,7 @@ class StageLayout:
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    measured: tuple[int, ...]
     threaded: tuple[int, ...]
     draws: tuple[Draw, ...]
     seconds: float
@@ -111,7 +115,7 @@ class StageLayout:
     @staticmethod
     def read(data: dict[str, Any]) -> StageLayout:
         """The inverse of ``dataclasses.asdict``."""
-        keys = ("inputs", "outputs", "threaded", "draws")
+        keys = ("inputs", "outputs", "measured", "threaded", "draws")
         return StageLayout(**{**data, **{key: tuple(data[key]) for key in keys}})
 
 
@@ -122,7 +126,7 @@ class PipelineLayout:
     Attributes:
         name: of the model.
         identity: of this export, in which no other one's stages take part.
-        call, parameter_names, arguments: of the model; see ``Exported``.
+        call, parameter_names, arguments, conditions: of the model; see ``Exported``.
         state_names: names of all entries of the model's ``state_dict``, in its order.
         microbatches: how many are in flight at the most.
     """
@@ -134,8 +138,46 @@ class PipelineLayout:
     call: Structure
     parameter_names: tuple[str, ...]
     arguments: tuple[ExportedTensor, ...]
+    conditions: tuple[str, ...]
     state_names: tuple[str, ...]
     microbatches: int
+
+    @property
+    def open_arguments(self) -> tuple[int, ...]:
+        """The positions of those arguments that a stage reads, and whose sizes may differ between steps."""
+        read = sorted({-1 - k for stage in self.stages for k in stage.inputs if k < 0})
+        return tuple(position for position in read if self.arguments[position].open_dims)
+
+    @property
+    def example_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the arguments in the call that was exported."""
+        return tuple(argument.example for argument in self.arguments)
+
+    def at(self, shapes: Sequence[Sequence[int]]) -> PipelineLayout:
+        """The same for a microbatch whose arguments have these shapes: there are no texts in it.
+
+        Raises:
+            ValueError: a text is none over the call.
+        """
+        args, kwargs = build(self.call, [SimpleNamespace(shape=tuple(shape)) for shape in shapes])
+
+        def value(size: int | str) -> int:
+            return size if isinstance(size, int) else compile_condition(size)(args, kwargs)
+
+        edges = (
+            replace(edge, sizes=tuple(map(value, edge.sizes)), strides=tuple(map(value, edge.strides)))
+            for edge in self.edges
+        )
+        stages = (
+            replace(stage, draws=tuple(with_sizes(draw, value) for draw in stage.draws))
+            for stage in self.stages
+        )
+        return replace(self, edges=tuple(edges), stages=tuple(stages))
+
+    def broken_condition(self, shapes: Sequence[Sequence[int]]) -> str:
+        """What must hold of the sizes of a call and does not hold of these, or ""."""
+        args, kwargs = build(self.call, [SimpleNamespace(shape=tuple(shape)) for shape in shapes])
+        return next((text for text in self.conditions if not compile_condition(text)(args, kwargs)), "")
 
     def as_data(self) -> dict[str, Any]:
         """What JSON can hold."""
@@ -151,6 +193,7 @@ class PipelineLayout:
                 "edges": tuple(map(Edge.read, data["edges"])),
                 "parameter_names": tuple(data["parameter_names"]),
                 "arguments": tuple(map(ExportedTensor.read, data["arguments"])),
+                "conditions": tuple(data["conditions"]),
                 "state_names": tuple(data["state_names"]),
             }
         )

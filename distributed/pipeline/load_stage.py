@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -58,16 +59,16 @@ def load_stage(
         part = read_stage(path, stage, place)
     except ExportError as error:
         problem = str(error)
-    loaded = _compare(problem, checksum, stage, group)
+    loaded, term = _compare(problem, checksum, stage, group)
     if replicas is not None:
-        stages = _compare("", checksum, stage, replicas)
+        stages, _ = _compare("", checksum, stage, replicas)
         if len(set(stages)) > 1:
             raise ValueError(f"replicas have one stage in common, and these ranks load {stages}")
     assert layout is not None and part is not None
     if place.type == "cpu":
         _keep_freed_memory()
     step = _step_of(layout, place, group)
-    step.note_loaded(loaded)
+    step.note_loaded(loaded, term)
     return CompiledStage(layout, stage, part, place, request, group, step, replicas)
 
 
@@ -80,23 +81,26 @@ def _keep_freed_memory() -> None:
     torch.empty(_LARGEST_MEASURED_BYTES, dtype=torch.uint8)  # freed at once; not a page of it is touched
 
 
-def _compare(problem: str, checksum: str, stage: int, group: dist.ProcessGroup | None) -> list[int]:
-    """The stages that the ranks of a group load; each rank raises what any of them has met.
+def _compare(
+    problem: str, checksum: str, stage: int, group: dist.ProcessGroup | None
+) -> tuple[list[int], str]:
+    """The stages that the ranks of a group load, and a new name that all of them have now; each rank raises what any of
+    them has met.
 
     Raises:
         ExportError: one of them cannot, or they have different exports.
     """
     found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, (problem, checksum, stage), group=group)
-    for rank, (theirs, _, _) in enumerate(found):
+    dist.all_gather_object(found, (problem, checksum, stage, uuid.uuid4().hex), group=group)
+    for rank, (theirs, *_) in enumerate(found):
         if theirs:
             raise ExportError(f"rank {rank} cannot load its stage: {theirs}")
-    others = [rank for rank, (_, theirs, _) in enumerate(found) if theirs != found[0][1]]
+    others = [rank for rank, (_, theirs, *_) in enumerate(found) if theirs != found[0][1]]
     if others:
         raise ExportError(
             f"ranks 0 and {others[0]} load stages of different exports; give all ranks the same folder"
         )
-    return [stage for _, _, stage in found]
+    return [stage for _, _, stage, _ in found], found[0][3]
 
 
 def _step_of(layout: PipelineLayout, device: torch.device, group: dist.ProcessGroup | None) -> RankStep:

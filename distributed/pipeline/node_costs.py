@@ -12,8 +12,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from gradsplit.compile_core.export.exported import Exported
+from gradsplit.compile_core.torch_facts.fake_tensors import run_on_fakes
+from gradsplit.compile_core.torch_facts.symbolic_numbers import value_at_compilation
 from gradsplit.distributed.pipeline.example_inputs import example_inputs
-from gradsplit.distributed.pipeline.graph_facts import GraphFacts, on_fakes
+from gradsplit.distributed.pipeline.graph_facts import GraphFacts, fakes_of
 
 # Of a device that nobody can measure, since the parameters have no data: only their ratio matters.
 _FLOPS_PER_S = 1e11
@@ -98,10 +100,13 @@ def _estimated(exported: Exported, facts: GraphFacts) -> list[float]:
             with FlopCounterMode(display=False) as counter:
                 result = super().run_node(n)
             moved = facts.bytes_of(n) if n.op not in ("output",) else 0
-            seconds[n] = _BACKWARD_FACTOR * (counter.get_total_flops() / _FLOPS_PER_S + moved / _BYTES_PER_S)
+            flops = value_at_compilation(counter.get_total_flops())
+            seconds[n] = _BACKWARD_FACTOR * (flops / _FLOPS_PER_S + moved / _BYTES_PER_S)
             return result
 
-    on_fakes(exported, Counting(fx.GraphModule({}, exported.graph)))
+    symbols, inputs = fakes_of(exported)
+    with run_on_fakes(symbols.mode), torch.enable_grad():
+        Counting(fx.GraphModule({}, exported.graph)).run(*inputs)
     return [seconds[node] for node in facts.nodes]
 
 

@@ -7,6 +7,7 @@ the three programs are here.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from gradsplit.compile_core.export.exported import Exported
 from gradsplit.compile_core.export.structures import build
 from gradsplit.compile_core.interface.module_compilers import CompileRequest
 from gradsplit.compile_core.torch_facts.autograd_engine import backward_from
+from gradsplit.compile_core.torch_facts.pipelining import start_messages
 from gradsplit.distributed.pipeline.call_arguments import read_call
 from gradsplit.distributed.pipeline.layout import Edge, PipelineLayout
 from gradsplit.distributed.pipeline.mail import BACKWARD, FORWARD, Lane, Message
@@ -57,8 +59,13 @@ class CompiledStage(PipelineStage):
         replicas: dist.ProcessGroup | None,
     ) -> None:
         self.layout, self._step, self._result = layout, step, part.result
-        own, edges = layout.stages[stage], layout.edges
+        own, edges = layout.stages[stage], step.layout.edges
         self._inputs, self._outputs, self._threaded = own.inputs, own.outputs, frozenset(own.threaded)
+        # In the place of arguments of which only the sizes are read: nothing of their data is.
+        self._stand_ins = {
+            k: torch.empty((), dtype=layout.arguments[-1 - k].torch_dtype, device=device)
+            for k in own.measured
+        }
         self._sent = [k for k, edge in enumerate(edges) if edge.is_sent_by(stage)]
         # In one order on both sides.
         self._to_next = [k for k in self._sent if stage + 1 in edges[k].consumers]
@@ -74,7 +81,14 @@ class CompiledStage(PipelineStage):
         )
         placeholders = part.graph.find_nodes(op="placeholder")
         is_weight = [node.meta["kind"] == "parameter" for node in placeholders]
-        self._program = StageProgram(part.graph, is_weight, request)
+        open_dims = {
+            k: part.arguments[node.meta["path"]].open_dims
+            for k, node in enumerate(placeholders)
+            if node.meta["kind"] == "argument"
+        }
+        self._program = StageProgram(part.graph, is_weight, request, open_dims)
+        # By microbatch, what is on its way since sizes are known.
+        self._receiving: dict[int, list[dist.Work]] = {}
         # Weights of other stages that this one reads, and its own that others read: leaves of their own, since the
         # gradient of each microbatch goes to the owner, and is added up there, before it is accumulated.
         self._borrowed = {
@@ -153,6 +167,13 @@ class CompiledStage(PipelineStage):
             self._program.backward.split()
         self._step.begin(self)
 
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """What is to be received of a microbatch; nothing where its size is not known yet, see ``RankStep``."""
+        if self._step.has_sizes:
+            return super().get_fwd_recv_ops(fwd_chunk_id)
+        self._step.postpone(self, fwd_chunk_id)
+        return []
+
     def forward_one_chunk(
         self,
         fwd_chunk_id: int,
@@ -161,8 +182,10 @@ class CompiledStage(PipelineStage):
         save_forward_output: bool = True,
     ) -> Any:
         """The forward of a microbatch: what the next stage takes, or of the last stage the model's result."""
-        if self._step.begin_forwards(len(self.args_recv_info)):
+        if self._step.begin_forwards(len(self.args_recv_info), args, kwargs or {}):
             self._step.exchange_weights()
+        for work in self._receiving.pop(fwd_chunk_id, ()):
+            work.wait()
         self._program.backward.in_flight = len(self.args_recv_info)
         inputs = self._received(fwd_chunk_id, args, kwargs or {})
         grad_mode = nullcontext() if self.has_backward else torch.no_grad()
@@ -176,9 +199,10 @@ class CompiledStage(PipelineStage):
                 self.output_chunks.append(output)
             self.fwd_cache[fwd_chunk_id] = ((), [])
             return output
-        flat = {k: self.layout.edges[k].flat(value) for k, value in zip(self._sent, results, strict=False)}
+        edges = self._step.layout.edges
+        flat = {k: edges[k].flat(value) for k, value in zip(self._sent, results, strict=False)}
         for k in self._sent:
-            for reader in self.layout.edges[k].consumers:
+            for reader in edges[k].consumers:
                 if reader != self.stage_index + 1:
                     self._send(FORWARD, k, fwd_chunk_id, flat[k], reader)
         to_next = tuple(flat[k] for k in self._to_next)
@@ -200,10 +224,11 @@ class CompiledStage(PipelineStage):
         torch.autograd.backward(roots, seeds)
         self._weights[bwd_chunk_id] = backward.take_weights()
         gradients: dict[int, torch.Tensor] = {}
+        edges = self._step.layout.edges
         for k, leaf in zip(self._inputs, forward.inputs, strict=True):
-            if k < 0 or not self.layout.edges[k].requires_grad:
+            if k < 0 or not edges[k].requires_grad:
                 continue
-            edge = self.layout.edges[k]
+            edge = edges[k]
             gradients[k] = edge.flat(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
             leaf.grad = None
         for k in sorted(gradients.keys() - set(self._from_previous)):
@@ -212,7 +237,7 @@ class CompiledStage(PipelineStage):
         self.bwd_cache[bwd_chunk_id] = tuple(gradients.get(k) for k in self._from_previous)
         if full_backward:
             self.backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        elif not backward.is_split:
+        elif not self._weights[bwd_chunk_id]:
             # As in the first step: nothing was left.
             self._finish_weights(bwd_chunk_id)
 
@@ -244,9 +269,24 @@ class CompiledStage(PipelineStage):
 
     # What the rank's step calls.
 
+    def take_sizes(self) -> None:
+        """Torch's buffers are for messages of other sizes from here on."""
+        edges = self._step.layout.edges
+        received = [
+            *(zip(self._from_previous, infos, strict=True) for infos in self.args_recv_info.values()),
+            *(zip(self._to_next, infos, strict=True) for infos in self.grad_recv_info.values()),
+        ]
+        for k, info in itertools.chain(*received):
+            if info.buffer is not None and info.buffer.numel() != edges[k].numel:
+                info.buffer = edges[k].empty(self.device)
+
+    def start_receiving(self, microbatch: int) -> None:
+        """Asks for a microbatch that the schedule wanted to receive before."""
+        self._receiving[microbatch] = start_messages(super().get_fwd_recv_ops(microbatch))
+
     def exchange_weights(self, send: bool) -> None:
         """Sends the weights that others read, or takes those of others."""
-        edges = self.layout.edges
+        edges = self._step.layout.edges
         if send:
             for k in self._lent:
                 leaf = self.submod.get_parameter(edges[k].name).detach()
@@ -274,23 +314,37 @@ class CompiledStage(PipelineStage):
     def _received(
         self, microbatch: int, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[torch.Tensor]:
-        """The inputs of a microbatch: of the call, of other stages, and of weights of theirs."""
-        edges, stage = self.layout.edges, self.stage_index
+        """The inputs of a microbatch: of the call, of other stages, and of weights of theirs.
+
+        Raises:
+            ValueError: the call lacks one, or has one of another size than the step's first microbatch.
+        """
+        edges, stage = self._step.layout.edges, self.stage_index
         infos = self.args_recv_info[microbatch]
         arrived = {k: info.buffer for k, info in zip(self._from_previous, infos, strict=True)}
         for k in sorted(self._inputs):
             if k >= 0 and k not in self._borrowed and k not in self._from_previous:
                 arrived[k] = self._receive(FORWARD, k, microbatch, edges[k].producer)
-        call = read_call(self.layout, args, kwargs) if any(k < 0 for k in self._inputs) else {}
+        reads_call = any(k < 0 and k not in self._stand_ins for k in self._inputs)
+        call = read_call(self.layout, args, kwargs) if reads_call else {}
         inputs = []
         for k in self._inputs:
-            if k < 0:
-                if -1 - k not in call:
-                    place = self.layout.arguments[-1 - k].place
+            if k in self._stand_ins:
+                inputs.append(self._stand_ins[k].expand(self._step.shapes[-1 - k]))
+            elif k < 0:
+                argument, shape = self.layout.arguments[-1 - k], self._step.shapes[-1 - k]
+                given = call.get(-1 - k)
+                if given is None:
                     raise ValueError(
-                        f"stage {stage} reads {place} of the model's call; give it to step() on this rank, too"
+                        f"stage {stage} reads {argument.place} of the model's call; give it to step() on this rank, too"
                     )
-                inputs.append(call[-1 - k])
+                if given.shape != shape:
+                    raise ValueError(
+                        f"{argument.place} has the shape {list(given.shape)} in microbatch {microbatch}, and "
+                        f"{list(shape)} in the first one; all microbatches of a step have one size, so give a batch "
+                        f"that {len(self.args_recv_info)} divides"
+                    )
+                inputs.append(given)
             elif k in self._borrowed:
                 inputs.append(self._borrowed[k])
             else:
@@ -302,7 +356,7 @@ class CompiledStage(PipelineStage):
         self, microbatch: int, forward: _Forward
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """The values whose gradients come from later stages, and these."""
-        edges, stage = self.layout.edges, self.stage_index
+        edges, stage = self._step.layout.edges, self.stage_index
         values: list[tuple[int, torch.Tensor | None]] = [*zip(self._outputs, forward.results, strict=True)]
         values += [
             (k, leaf)
@@ -337,7 +391,8 @@ class CompiledStage(PipelineStage):
     def _receive(self, kind: int, edge: int, microbatch: int, sender: int) -> torch.Tensor:
         message = Message(Lane(kind, sender, self.stage_index), edge, microbatch)
         rank = self.stage_index_to_group_rank[sender]
-        return self._step.mail.receive(message, lambda: self.layout.edges[edge].empty(self.device), rank)
+        empty = self._step.layout.edges[edge].empty
+        return self._step.mail.receive(message, lambda: empty(self.device), rank)
 
 
 def _described(edge: Edge) -> torch.Tensor:

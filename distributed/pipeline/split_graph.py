@@ -13,6 +13,7 @@ from gradsplit.compile_core.export.exported import Exported, verify_exported
 from gradsplit.compile_core.export.module_tree import Tree
 from gradsplit.compile_core.export.print_program import show_spec
 from gradsplit.compile_core.ir.tensor_spec import contiguous_strides
+from gradsplit.compile_core.torch_facts.symbolic_numbers import value_at_compilation
 from gradsplit.distributed.pipeline.graph_facts import GraphFacts, is_dense, is_part
 from gradsplit.distributed.pipeline.layout import Edge, PipelineLayout, StageLayout
 
@@ -55,6 +56,7 @@ class _Splitter:
         self.edges: list[Edge] = []
         self.edge_of: dict[fx.Node, int] = {}
         self._find_edges()
+        self.node_of = {edge: node for node, edge in self.edge_of.items()}
 
     def _find_readers(self) -> dict[fx.Node, list[int]]:
         """By value: the stages that read it, itself or through what they compute anew."""
@@ -82,14 +84,15 @@ class _Splitter:
             if not consumers:
                 continue
             value = self.facts.values[node]
+            strides = value.stride() if is_dense(value) else contiguous_strides(tuple(value.shape))
             self.edge_of[node] = len(self.edges)
             self.edges.append(
                 Edge(
                     node.meta["path"] if kind == "parameter" else node.name,
                     producer,
                     consumers,
-                    tuple(value.shape),
-                    tuple(value.stride()) if is_dense(value) else contiguous_strides(tuple(value.shape)),
+                    tuple(map(self.facts.symbols.text, value.shape)),
+                    tuple(map(self.facts.symbols.text, strides)),
                     str(value.dtype).removeprefix("torch."),
                     value.requires_grad,
                     kind == "parameter",
@@ -101,6 +104,7 @@ class _Splitter:
         stages, layouts = [], []
         for stage in range(self.count):
             graph, inputs, outputs, threaded = self._graph_of(stage)
+            measured = [k for k in inputs if k < 0 and self._is_measured(-1 - k, stage)]
             arguments = tuple(self._argument(position, edge) for position, edge in enumerate(inputs))
             names = owned[stage]
             result = (
@@ -124,7 +128,7 @@ class _Splitter:
             )
             verify_exported(part)
             stages.append(part)
-            layouts.append(self._layout_of(stage, inputs, outputs, threaded, seconds, part))
+            layouts.append(self._layout_of(stage, inputs, outputs, measured, threaded, seconds, part))
         layout = PipelineLayout(
             self.exported.name,
             uuid.uuid4().hex,
@@ -133,10 +137,16 @@ class _Splitter:
             self.exported.call,
             self.exported.parameter_names,
             self.exported.arguments,
+            self._conditions(),
             tuple(self.exported.module().state_dict()),
             microbatches,
         )
         return Split(tuple(stages), layout)
+
+    def _conditions(self) -> tuple[str, ...]:
+        """What must hold of the sizes of a call, where to cut included."""
+        found = [text for text in self.facts.symbols.conditions() if ".stride()" not in text]
+        return tuple(dict.fromkeys([*self.exported.conditions, *found]))
 
     def _owned_tensors(self) -> list[set[str]]:
         """By stage the names of the parameters, buffers and constants that it holds; the first has those that the
@@ -161,9 +171,25 @@ class _Splitter:
                 place, given.dtype, given.device, given.sizes, given.example, given.requires_grad
             )
         found = self.edges[edge]
-        return ExportedTensor(
-            place, found.dtype, self.exported.device, found.sizes, found.sizes, found.requires_grad
+        sizes = tuple(size if isinstance(size, int) else None for size in found.sizes)
+        example = tuple(map(value_at_compilation, self.facts.values[self.node_of[edge]].shape))
+        return ExportedTensor(place, found.dtype, self.exported.device, sizes, example, found.requires_grad)
+
+    def _is_measured(self, argument: int, stage: int) -> bool:
+        """Whether a stage reads only the sizes of an argument."""
+        return all(
+            user is not self.output and self.facts.is_number(user)
+            for node in self.exported.graph.find_nodes(op="placeholder")
+            if node.meta["kind"] == "argument" and node.meta["path"] == argument
+            for user in node.users
+            if stage in self._stages_of(user)
         )
+
+    def _stages_of(self, node: fx.Node) -> Sequence[int]:
+        """The stages that compute a node."""
+        if node is self.output:
+            return [self.last]
+        return [self.stage_of[node]] if node in self.stage_of else self.readers.get(node, ())
 
     def _graph_of(self, stage: int) -> tuple[fx.Graph, list[int], list[int], list[int]]:
         graph = fx.Graph()
@@ -192,14 +218,13 @@ class _Splitter:
             graph.output(tuple(copies[node] for node in self.output.args[0]))  # type: ignore[union-attr]
             return graph, inputs, [], []
         outputs = [position for position, edge in enumerate(self.edges) if edge.is_sent_by(stage)]
-        nodes = {position: node for node, position in self.edge_of.items()}
-        results = [copies[nodes[position]] for position in outputs]
+        results = [copies[self.node_of[position]] for position in outputs]
         threaded = []
         for position, edge in enumerate(self.edges):
             is_taken = stage in edge.consumers or (edge.is_state and edge.producer == stage)
             if not (is_taken and edge.requires_grad and edge.reader_after(stage) is not None):
                 continue
-            value = copies[nodes[position]]
+            value = copies[self.node_of[position]]
             if len(value.users) > 1:
                 copy = graph.call_method("clone", (value,))
                 copy.meta = {"spec": value.meta["spec"]}
@@ -213,6 +238,7 @@ class _Splitter:
         stage: int,
         inputs: Sequence[int],
         outputs: Sequence[int],
+        measured: Sequence[int],
         threaded: Sequence[int],
         seconds: Sequence[float],
         part: Exported,
@@ -224,6 +250,7 @@ class _Splitter:
         return StageLayout(
             tuple(inputs),
             tuple(outputs),
+            tuple(measured),
             tuple(threaded),
             tuple(draws),
             sum(seconds[position] for position in here),

@@ -1,11 +1,11 @@
 """Pipelines of small models beside the same models unsplit, on the ranks that this program is started on.
 
     python -m gradsplit.launch --nproc-per-node 2 -m tests.distributed.pipeline.pipeline_cases \\
-        [--cuda] [--lanes] [--recorded] FOLDER MODEL... -- SCHEDULE...
+        [--cuda] [--lanes] [--recorded] [--open] FOLDER MODEL... -- SCHEDULE...
 
 With ``--cuda`` ranks have a GPU each. With ``--lanes`` messages go as over NCCL, which has no tags. With ``--recorded``
-stages replay recordings, as CUDA graphs are. Losses, gradients, buffers and the state of the generator must be equal
-bit for bit with torch's kernels.
+stages replay recordings, as CUDA graphs are. With ``--open`` each step has other sizes. Losses, gradients, buffers and
+the state of the generator must be equal bit for bit with torch's kernels.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import schedules as torch_schedules
+from torch.export import Dim
 
 import gradsplit
 from gradsplit.compile_core import pipeline as stages_of_compilation
 from gradsplit.compile_core.runtime.cuda_graphs import graph_programs
 from gradsplit.distributed.pipeline import load_stage as load_stage_file
+from gradsplit.distributed.pipeline import stage_programs
 from gradsplit.distributed.pipeline.draws import state_of
 from gradsplit.distributed.pipeline.export_pipeline import export_pipeline
 from gradsplit.distributed.pipeline.load_stage import load_stage
@@ -34,9 +36,21 @@ from tests.distributed.pipeline.tied_model import chain, tied
 from tests.runtime.recorder_on_cpu import RecorderOnCpu
 
 CPU = torch.device("cpu")
+# What is added to the sizes of a microbatch in each step, where they are open: to the first dim, and to the last.
+GROWTH = ((0, 0), (0, -3), (1, 4), (0, 0))
 SINGLE = ("GPipe", "1F1B")
 IN_A_V = ("ZBVZeroBubble", "DualPipeV")
 LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
+
+
+def grown(kwargs: dict[str, Tensor], more: tuple[int, int]) -> dict[str, Tensor]:
+    """A microbatch of another size, with values of this one."""
+    found = {}
+    for key, value in kwargs.items():
+        for dim, add in list(zip((0, -1), more, strict=True))[-value.dim() :]:
+            value = torch.cat([value, value.roll(1, dim)], dim).narrow(dim, 0, value.shape[dim] + add)
+        found[key] = value
+    return found
 
 
 def chunks(kwargs: dict[str, Tensor], count: int) -> dict[str, Tensor]:
@@ -103,6 +117,7 @@ def run_case(
     device: torch.device = CPU,
     tolerance: float = 0.0,
     steps: int = 2,
+    is_open: bool = False,
 ) -> list[str]:
     """What differs from the unsplit model on this rank."""
     torch.manual_seed(0)
@@ -111,15 +126,24 @@ def run_case(
     kwargs = {key: value.to(device) for key, value in kwargs.items()}
     num_stages = stages_per_rank * dist.get_world_size()
     place = folder / f"stages_{num_stages}"
-    # A call by position where an argument has the name of one of step()'s; Llama asks whether it is compiled, and takes
-    # another attention then.
+    # A call by position where an argument has the name of one of step()'s.
     by_position = "target" in kwargs
-    exported = gradsplit.export(
-        model, tuple(kwargs.values()) if by_position else (), None if by_position else kwargs, strict=False
-    )
-    whole = exported.module() if type(model).__name__ == "LlamaForCausalLM" else model
-    if dist.get_rank() == 0 and not place.exists():
-        export_pipeline(exported, (), num_stages, folder=place)
+    dims = {key: {0: Dim.DYNAMIC, value.dim() - 1: Dim.DYNAMIC} for key, value in kwargs.items()}
+    writes = dist.get_rank() == 0 and not place.exists()
+    # Llama asks whether it is compiled, and takes another attention then.
+    asks = type(model).__name__ == "LlamaForCausalLM"
+    whole: nn.Module = model
+    if writes or asks:
+        exported = gradsplit.export(
+            model,
+            tuple(kwargs.values()) if by_position else (),
+            None if by_position else kwargs,
+            dynamic_shapes=dims if is_open else None,
+            strict=False,
+        )
+        whole = exported.module() if asks else model
+        if writes:
+            export_pipeline(exported, (), num_stages, folder=place)
     dist.barrier()
     stages = [
         load_stage(place, k, device, backend=backend, mode=mode) for k in stages_of_rank(schedule, num_stages)
@@ -131,9 +155,11 @@ def run_case(
         loss_fn=lambda output, target: output["loss"],
         scale_grads=False,
     )
-    batch = chunks(kwargs, microbatches)
     found = []
+    compiled = COMPILED.count
     for step in range(steps):
+        more = GROWTH[step % len(GROWTH)] if is_open else (0, 0)
+        batch = chunks(grown(kwargs, more), microbatches)
         torch.manual_seed(step)
         expected = unsplit(whole, batch, microbatches, schedule == "LoopedBFS")
         after = state_of(device)
@@ -154,7 +180,25 @@ def run_case(
                 if parameter.grad is not None and tolerance == 0:
                     parameter -= 0.1 * parameter.grad
                 parameter.grad = None
+    if COMPILED.count != compiled + len(stages):
+        found.append(f"{len(stages)} stages were compiled {COMPILED.count - compiled} times")
     return found
+
+
+class _Counting:
+    """Counts what stages compile."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._compile = stage_programs.compile_module
+        stage_programs.compile_module = self  # type: ignore[assignment]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        return self._compile(*args, **kwargs)
+
+
+COMPILED = _Counting()
 
 
 def models_of(names: list[str]) -> dict[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]]:
@@ -164,7 +208,11 @@ def models_of(names: list[str]) -> dict[str, Callable[[], tuple[nn.Module, dict[
     # Not without need: transformers takes a while to import.
     from tests.export.exported_models import MODELS
 
-    return {**small, **MODELS}
+    def t5_of_two_lengths() -> tuple[nn.Module, dict[str, Tensor]]:
+        model, kwargs = MODELS["t5"]()
+        return model, {**kwargs, "labels": kwargs["labels"][:, :6].contiguous()}
+
+    return {**small, **MODELS, "t5_of_two_lengths": t5_of_two_lengths}
 
 
 def main() -> None:
@@ -181,6 +229,9 @@ def main() -> None:
         mode = "reduce-overhead"
         if device.type == "cpu":
             stages_of_compilation.with_cuda_graphs = functools.partial(graph_programs, recorder=recorder)
+        del arguments[0]
+    is_open = arguments[0] == "--open"
+    if is_open:
         del arguments[0]
     split = arguments.index("--")
     folder, models, schedules = Path(arguments[0]), arguments[1:split], arguments[split + 1 :]
@@ -199,7 +250,8 @@ def main() -> None:
                 microbatches,
                 mode=mode,
                 device=device,
-                steps=4 if mode else 2,
+                steps=(4 if mode or is_open else 2) * (3 if mode and is_open else 1),
+                is_open=is_open,
             )
             if mode and device.type == "cpu":
                 counts = recorder.recorded, recorder.replayed

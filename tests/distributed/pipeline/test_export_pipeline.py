@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint
+from torch.export import Dim
 
 import gradsplit
 from gradsplit import ExportError
@@ -71,6 +73,49 @@ def test_each_stage_has_its_own_and_no_more(tmp_path):
     assert between == [(0, (1,)), (0, (2,)), (1, (2,))]
     # The table follows from a buffer: each stage that adds it computes it anew.
     assert ["table" in part.tensors for part in parts] == [True, True, False]
+
+
+def test_open_sizes_are_described_over_the_call(tmp_path: Path) -> None:
+    """Masks that follow from sizes are computed in each stage, which needs no data of the call for that."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.first, self.last = nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            length = ids.shape[1]
+            mask = torch.ones(length, length).tril()
+            hidden = F.dropout(mask @ self.first(self.embedding(ids)), 0.5, self.training)
+            return self.last(hidden.reshape(-1, 8)).view(-1, length, 8) * mask.sum()
+
+    model, ids = Masked(), torch.arange(8).view(2, 4)
+    sizes = {"ids": {0: Dim.DYNAMIC, 1: Dim("length", max=10)}}
+    layout = export_pipeline(
+        model, (ids,), folder=tmp_path / "p", balance=["first", "last"], dynamic_shapes=sizes
+    )
+    assert layout == read_layout(tmp_path / "p")[0]
+    batch, length = "args[0].shape[0]", "args[0].shape[1]"
+    assert [(edge.sizes, edge.strides) for edge in layout.edges] == [
+        ((batch, length, 8), (f"8*{length}", 8, 1)),
+        ((f"{batch}*{length}", 8), (8, 1)),
+    ]
+    assert [stage.measured for stage in layout.stages] == [(), (-1,), (-1,)]
+    assert layout.conditions == (f"{batch} >= 2", f"{length} >= 2", f"{length} <= 10")
+    assert (
+        layout.broken_condition([(2, 10)]) == "" and layout.broken_condition([(2, 11)]) == f"{length} <= 10"
+    )
+    of_step = layout.at([(3, 5)])
+    assert [edge.sizes for edge in of_step.edges] == [(3, 5, 8), (15, 8)]
+    (draw,) = of_step.stages[1].draws
+    assert draw[1][0] == {"tensor": [[3, 5, 8], [40, 8, 1], "float32"]}
+    model.eval()
+    export_pipeline(model, (ids,), folder=tmp_path / "q", balance=["first", "last"], dynamic_shapes=sizes)
+    for other in (ids, torch.arange(15).view(3, 5)):
+        assert torch.equal(run_stages(tmp_path / "q", (other,)), model(other))
+    exported = gradsplit.export(model, (ids,))
+    with pytest.raises(ValueError, match=r"Masked is exported, .*; give dynamic_shapes to gradsplit.export"):
+        export_pipeline(exported, (), 2, folder=tmp_path / "r", dynamic_shapes=sizes)
 
 
 def test_split_points_of_torch_are_taken(tmp_path):
@@ -184,7 +229,7 @@ def damage(folder: Path, other: Path, what: str) -> None:
         (folder / "pipeline.json").write_text(text.replace('"producer": 0', '"producer": 1', 1))
     else:
         content = json.loads((folder / "pipeline.json").read_text())
-        (folder / "pipeline.json").write_text(json.dumps({**content, "version": 99}))
+        (folder / "pipeline.json").write_text(json.dumps({**content, "version": 2}))
 
 
 @pytest.mark.parametrize(
@@ -194,7 +239,7 @@ def damage(folder: Path, other: Path, what: str) -> None:
         ("other", "is of another export"),
         ("tensors", "is damaged"),
         ("manifest", "is damaged"),
-        ("version", "version 99"),
+        ("version", "written in version 2 of the format, and this gradsplit reads version 3; export again"),
     ],
 )
 def test_what_does_not_fit_is_not_loaded(what, message, folders, tmp_path):

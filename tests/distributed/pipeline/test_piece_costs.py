@@ -2,10 +2,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.export import Dim
 
 import gradsplit
 from gradsplit.compile_core.export.exported import Exported
@@ -54,8 +56,9 @@ def test_what_cannot_be_timed_costs_what_the_others_do(monkeypatch: pytest.Monke
     assert found == pytest.approx([0.4] * len(facts.nodes))
 
 
-def test_pieces_run_as_programs() -> None:
-    exported = gradsplit.export(Layer(), (torch.randn(4, 8),))
+@pytest.mark.parametrize("dims", [None, {"x": {0: Dim.DYNAMIC}}])
+def test_pieces_run_as_programs(dims: Any) -> None:
+    exported = gradsplit.export(Layer(), (torch.randn(4, 8),), dynamic_shapes=dims)
     facts, call = examine(exported), example_call(exported, (), {})
     found = piece_costs.seconds_as_compiled(exported, facts, call, [0.1] * len(facts.nodes), 1)
     assert sum(found) < 0.1
