@@ -13,8 +13,8 @@ PipelineScheduleRuntime = private(
     f"{_MODULE}:_PipelineScheduleRuntime", "running one's own pipeline schedules"
 )
 TorchAction = private(f"{_MODULE}:_Action", "running one's own pipeline schedules")
-# Takes operations of ``torch.distributed.P2POp``, and starts them as the schedule of a peer does: NCCL has connections of
-# their own for messages that are started together. Returns what is to be waited for.
+# Takes operations of ``torch.distributed.P2POp``, and starts them as the schedule of a peer does: NCCL has connections
+# of their own for messages that are started together. Returns what is to be waited for.
 start_messages = private(f"{_MODULE}:_batch_p2p", "pipelines whose sizes differ between steps")
 
 
