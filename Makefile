@@ -60,7 +60,8 @@ test-ranks: $(VENV)/installed
 	$(VENV_PYTHON) -m gradsplit.launch --nproc-per-node 4 -m tests.multi_process.rank_differences out/rank_differences
 	$(VENV_PYTHON) -m gradsplit.launch --nproc-per-node 2 -m tests.multi_process.rank_differences pairs 300
 
-# All schedules with all models on two and four ranks beside the unsplit models, and the proof of all schedules: an hour.
+# All schedules with all models on two and four ranks beside the unsplit models, some with other sizes in each step, and
+# the proof of all schedules: an hour.
 pipelines: $(VENV)/installed
 	rm -rf out/pipelines
 	$(VENV_PYTHON) -m tests.bucketing.prove_schedules
