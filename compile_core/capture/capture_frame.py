@@ -354,14 +354,18 @@ def _guard_distinct(state: CaptureState) -> None:
 
 def _check_inputs(state: Capture) -> bool:
     """Inputs that the graph writes to keep their metadata, and no other input may overlap them. Returns whether there
-    are any."""
+    are any.
+
+    One may come to require gradients, as a buffer of zeros does to which results are added: the new value is stored
+    under the eyes of autograd.
+    """
     graph = state.graph
     tensors = [record for record in graph.records if isinstance(record.real, torch.Tensor)]
     owners: dict[int, list[InputRecord]] = {}
     for record in tensors:
         fake, real = record.entry.example, record.real
         assert isinstance(real, torch.Tensor)
-        if fake.requires_grad != real.requires_grad or not has_layout(fake, record.layout):
+        if fake.requires_grad < real.requires_grad or not has_layout(fake, record.layout):
             raise state.unsupported(
                 "input-metadata", f"the function changes the metadata of {record.entry.source}"
             )

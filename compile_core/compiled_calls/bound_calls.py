@@ -35,8 +35,6 @@ def dispatch_function(
         "    for _gs_entry in _gs_table.entries:\n"
         f"        _gs_inputs = _gs_entry.check({passed})\n"
         "        if type(_gs_inputs) is list:\n"
-        "            if _gs_entry.run is None:\n"
-        f"                return _gs_plain({passed})\n"
         "            if _gs_entry is not _gs_table.entries[0]:\n"
         "                _gs_move_to_front(_gs_entry)\n"
         f"            return _gs_entry.run(_gs_entry.compiled, _gs_inputs{more})\n"

@@ -59,6 +59,7 @@ class Findings:
         history: which sizes differ between calls.
         break_reasons: why captures ended early, in the order in which it was found.
         runs_plain: calls that no entry fits run as plain Python.
+        expects_wrongly: captures meet exceptions that the calls then do not raise.
     """
 
     def __init__(self, name: str, settings: CallSettings) -> None:
@@ -71,7 +72,10 @@ class Findings:
     def note_wrongly_expected(self) -> None:
         """A capture met an exception that the call then did not raise: each such call is captured in vain."""
         self._wrongly_expected += 1
-        self.runs_plain |= self._wrongly_expected >= self._settings.limit
+
+    @property
+    def expects_wrongly(self) -> bool:
+        return self._wrongly_expected >= self._settings.limit
 
     def report_fresh_guards(self, explanation: str) -> None:
         """Something that the function reads changes whenever it is read or compiled: only plain Python is right."""

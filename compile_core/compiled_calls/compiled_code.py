@@ -203,8 +203,8 @@ class CompiledCode:
             call_plain: what calls that run as plain Python run.
             table, history: the caller's own, if it has them; the latter says which sizes are open.
         """
-        if self._is_left_out:
-            return self._call_left_out(arguments, call_plain)
+        if self._is_left_out or (self._findings.expects_wrongly and not must_run_plain()):
+            return self._call_frame(arguments, call_plain)
         if must_run_plain() or (self._findings.runs_plain and self._table.find(arguments) is None):
             return call_plain(*arguments)
         expected = ""
@@ -228,11 +228,16 @@ class CompiledCode:
             return call_plain(*arguments)
         if table is not None:
             table.add(entry)
-        return call_plain(*arguments) if entry.run is None else entry.run(entry.compiled, inputs, *arguments)
+        return entry.run(entry.compiled, inputs, *arguments)
 
-    def _call_left_out(self, arguments: tuple[Any, ...], call_plain: Callable[..., Any]) -> Any:
+    def _call_frame(self, arguments: tuple[Any, ...], call_plain: Callable[..., Any]) -> Any:
+        """This frame as plain Python, while what it calls is compiled.
+
+        Limit: not of the rest of a frame after a break, of a closure, or of a module with hooks: all of these is plain.
+        """
         target = self.target
-        if target.cells_argument or (target.is_module_call and has_hooks(arguments[0])):
+        is_function = not self._is_continuation and not target.cells_argument
+        if not is_function or (target.is_module_call and has_hooks(arguments[0])):
             return call_plain(*arguments)
         return plain_function(target, self._plain_frames.form_of(target.function))(*arguments)
 
@@ -256,6 +261,9 @@ class CompiledCode:
         result = self._call_plain(*arguments)
         logger.warning("%s: the graph raised %s, which plain Python did not", self.name, shown)
         return result
+
+    def _run_frame(self, compiled: None, inputs: list[Any], *arguments: Any) -> Any:
+        return self._call_frame(arguments, self._call_plain)
 
     def _run_recursion(self, compiled: None, inputs: list[Any], *arguments: Any) -> Any:
         """Plain Python, all the way down: each call would be captured as deep as this one, in vain."""
@@ -328,11 +336,11 @@ class CompiledCode:
             self.settings.observer.frame_captured(self.name, self.target.function.__code__, captured)
         with timed("guards"):
             check = compile_check(captured)
-        run: Callable[..., Any] | None = None
         compiled = None
-        if captured.runner is None and getattr(captured.break_reason, "reason_id", None) == "recursion":
-            run = self._run_recursion
-        if captured.runner is not None:
+        if captured.runner is None:
+            recurs = getattr(captured.break_reason, "reason_id", None) == "recursion"
+            run = self._run_recursion if recurs else self._run_frame
+        else:
             constants = {**captured.runner.constants, "run_again": self._run_again}
             if captured.break_reason is not None:
                 constants["compiled_form"] = self.compiled_form

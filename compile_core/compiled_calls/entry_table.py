@@ -30,7 +30,7 @@ class GuardFailure:
 
 @dataclass(frozen=True)
 class Entry:
-    """A row of the guard table. ``run`` is None for a frame that runs as plain Python.
+    """A row of the guard table.
 
     ``check`` takes the frame's arguments; it returns the list of the graph's inputs if all guards hold, else an int.
     """
@@ -38,7 +38,7 @@ class Entry:
     captured: CapturedFrame
     compiled: RunGraph | None
     check: Callable[..., Any]
-    run: Callable[..., Any] | None
+    run: Callable[..., Any]
 
     def explain(self, arguments: Sequence[Any]) -> str:
         """The guard that does not hold for these arguments, in words."""

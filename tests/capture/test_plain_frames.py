@@ -281,3 +281,32 @@ def test_a_method_that_is_disabled_alone():
     x = torch.randn(3, 2)
     assert torch.allclose(compiled(x), model(x))
     assert (counter.frame_count, counter.op_count) == (3, 3)
+
+
+def layer(x):
+    return torch.sin(x) * 2
+
+
+def writes_into_a_view(x):
+    y = layer(x)
+    out = torch.empty(8)[:2]
+    torch.mul(x, x, out=out)  # resizes a view, which no graph does
+    return layer(y) + out
+
+
+def raises_in_a_capture_only(x, scale=None):
+    if scale is None and not torch.compiler.is_compiling():
+        scale = torch.ones(3)
+    return layer(x) * scale[:1]
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize("program", [writes_into_a_view, raises_in_a_capture_only])
+def test_callees_of_a_frame_that_cannot_be_captured_are_compiled(program):
+    counter = CompileCounter()
+    compiled = gradsplit.compile(program, backend=counter)
+    x = torch.randn(5)
+    # A capture may meet an exception that plain Python does not raise for other arguments: so it takes some.
+    for _ in range(gradsplit.config.cache_size_limit + 2):
+        assert torch.equal(compiled(x), program(x))
+    assert counter.frame_count == 1

@@ -8,7 +8,7 @@ import operator
 import re
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -63,6 +63,16 @@ class InputRecord:
     real: torch.Tensor | int | float
     version: int = 0
     layout: tuple[Any, ...] = ()
+
+    def as_given(self) -> GraphInput:
+        """The input with an example that requires no gradients where only what the program stored in it does."""
+        if (
+            not isinstance(self.real, torch.Tensor)
+            or self.entry.example.requires_grad == self.real.requires_grad
+        ):
+            return self.entry
+        self.node.meta["example_value"] = self.entry.example.detach()
+        return replace(self.entry, example=self.node.meta["example_value"])
 
 
 class OutputGraph:
@@ -346,7 +356,7 @@ class OutputGraph:
         for node in reversed(list(self.graph.nodes)):
             if not node.users and (node.op in ("placeholder", "get_attr") or "is_pure" in node.meta):
                 self.graph.erase_node(node)
-        inputs = tuple(record.entry for record in self.records if record.node.users)
+        inputs = tuple(record.as_given() for record in self.records if record.node.users)
         return CapturedGraph(self.make_module("CapturedGraph"), inputs)
 
     def make_module(self, name: str) -> fx.GraphModule:
