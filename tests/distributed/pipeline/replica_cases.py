@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import Schedule1F1B
 from torch.export import Dim
 
@@ -62,6 +63,18 @@ def refused_alone(folder: Path, group: dist.ProcessGroup | None) -> None:
         ids = torch.arange(int(size * MICROBATCHES))
         with pytest.raises(ValueError, match=message):
             schedule.step(ids, ids, target=torch.zeros(MICROBATCHES))
+
+
+def step_in_shares(parameters: list[torch.Tensor], replicas: dist.ProcessGroup) -> None:
+    """Replicas share the optimizer's state (ZeRO-1), and have the weights that each would have alone."""
+    alone = [torch.nn.Parameter(one.detach().clone()) for one in parameters]
+    for one, given in zip(alone, parameters, strict=True):
+        one.grad = given.grad
+    torch.optim.Adam(alone, lr=0.1).step()
+    optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.Adam, process_group=replicas, lr=0.1)
+    optimizer.step()
+    assert all(torch.equal(one, given) for one, given in zip(alone, parameters, strict=True))
+    assert len(optimizer.optim.state) < len(parameters)
 
 
 def main() -> None:
@@ -134,6 +147,7 @@ def main() -> None:
         half.load_state_dict(changed)
     for one in (stage, *halves):
         assert all(torch.equal(tensor, changed[name]) for name, tensor in one.state_dict().items())
+    step_in_shares([*stage.submod.parameters()], replicas[rank % 2])
     # A rank that does not come is named.
     if rank % 2 == 0:
         stage._step._agreement._store.set_timeout(timedelta(seconds=1))
