@@ -16,7 +16,7 @@ from gradsplit.compile_core.capture import COMPILED_APART, SizeHistory
 from gradsplit.compile_core.compiled_calls.call_targets import ModulesApart
 from gradsplit.compile_core.compiled_calls.entry_table import EntryTable, GuardFailure, RunGraph
 from gradsplit.compile_core.errors import CodeLocation, CompileError, InternalError, Unsupported
-from gradsplit.compile_core.ir.captured import CapturedGraph
+from gradsplit.compile_core.ir.captured import CapturedFrame, CapturedGraph
 from gradsplit.compile_core.observe.describe import describe_code, describe_place
 from gradsplit.compile_core.observe.observer import Observer
 from gradsplit.compile_core.run_record import record
@@ -107,6 +107,11 @@ class Findings:
             notes = "".join(f"\n{note}" for note in getattr(reason, "__notes__", ()))
             logger.warning("%s is not captured in full: %s%s", self._name, reason, notes)
 
+    def report_guards(self, code: types.CodeType, captured: CapturedFrame) -> None:
+        """A new entry has these."""
+        log_artifact("guards", lambda: _print_guards(self._name, captured))
+        record("guards", lambda: _described_guards(self._name, code, captured))
+
     def report_recompilation(
         self, reason: str, code: types.CodeType, failure: Callable[[], GuardFailure | None]
     ) -> None:
@@ -168,3 +173,24 @@ def _shown_failure(failure: GuardFailure | None) -> str:
 def forget_reports() -> None:
     """What was logged once is logged again."""
     _logged_locations.clear()
+
+
+def _print_guards(name: str, captured: CapturedFrame) -> str:
+    lines = [f"  {', '.join(map(str, guard.sources))}: {guard.text}" for guard in captured.guards]
+    return "\n".join([f"{name}: {len(lines)} guards", *lines])
+
+
+def _described_guards(name: str, code: types.CodeType, captured: CapturedFrame) -> dict[str, Any]:
+    return {
+        "function": name,
+        "place": describe_code(code),
+        "guards": [
+            {
+                "of": ", ".join(map(str, guard.sources)),
+                "kind": guard.kind,
+                "text": guard.text,
+                "place": describe_place(guard.location),
+            }
+            for guard in captured.guards
+        ],
+    }

@@ -58,12 +58,10 @@ from gradsplit.compile_core.compiled_calls.record_captures import recording_fail
 from gradsplit.compile_core.errors import CodeLocation, CompileError, InternalError, Unsupported
 from gradsplit.compile_core.ir.captured import CapturedFrame, ResumePoint
 from gradsplit.compile_core.ir.data_checks import is_failed_assumption
-from gradsplit.compile_core.observe.describe import describe_code, describe_place
 from gradsplit.compile_core.observe.progress import progress
 from gradsplit.compile_core.observe.stage_times import timed
 from gradsplit.compile_core.options import debugged_function
 from gradsplit.compile_core.rare_collections import rare_collections
-from gradsplit.compile_core.run_record import record
 from gradsplit.compile_core.torch_facts.torch_switches import saved_tensor_hooks_are_active
 
 logger = logging.getLogger("gradsplit.compile_core.capture")
@@ -361,8 +359,7 @@ class CompiledCode:
         if captured.late_guards is not None:
             captured = replace(captured, guards=captured.late_guards(), late_guards=None)
             check = compile_check(captured)
-        log_artifact("guards", lambda: _print_guards(self.name, captured))
-        record("guards", lambda: _described_guards(self.name, self.target.function.__code__, captured))
+        self._findings.report_guards(self.target.function.__code__, captured)
         entry = Entry(captured, compiled, check, run)
         self._table.add(entry)
         return entry
@@ -485,24 +482,3 @@ def forget_all() -> None:
         code.reset()
     _recent.clear()
     forget_reports()
-
-
-def _print_guards(name: str, captured: CapturedFrame) -> str:
-    lines = [f"  {', '.join(map(str, guard.sources))}: {guard.text}" for guard in captured.guards]
-    return "\n".join([f"{name}: {len(lines)} guards", *lines])
-
-
-def _described_guards(name: str, code: types.CodeType, captured: CapturedFrame) -> dict[str, Any]:
-    return {
-        "function": name,
-        "place": describe_code(code),
-        "guards": [
-            {
-                "of": ", ".join(map(str, guard.sources)),
-                "kind": guard.kind,
-                "text": guard.text,
-                "place": describe_place(guard.location),
-            }
-            for guard in captured.guards
-        ],
-    }
