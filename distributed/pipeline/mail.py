@@ -99,7 +99,7 @@ class Mail:
             ranks = {rank_of[lane.sender], rank_of[lane.reader]}
             if len(ranks) == 1:
                 continue
-            made = dist.new_group(
+            made: Any = dist.new_group(
                 [dist.get_global_rank(group, rank) for rank in ranks],
                 backend=dist.get_backend_config(group),
                 use_local_synchronization=in_a_part,

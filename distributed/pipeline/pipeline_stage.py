@@ -321,7 +321,7 @@ class CompiledStage(PipelineStage):
         """
         edges, stage = self._step.layout.edges, self.stage_index
         infos = self.args_recv_info[microbatch]
-        arrived = {k: info.buffer for k, info in zip(self._from_previous, infos, strict=True)}
+        arrived: dict[int, Any] = {k: info.buffer for k, info in zip(self._from_previous, infos, strict=True)}
         for k in sorted(self._inputs):
             if k >= 0 and k not in self._borrowed and k not in self._from_previous:
                 arrived[k] = self._receive(FORWARD, k, microbatch, edges[k].producer)
