@@ -48,6 +48,7 @@ from gradsplit.compile_core.lowering.triton_kernels.triton_sides import Side
 
 _LARGEST_INT32 = 2**31 - 1
 _MOST_EARLY_LOADS = 8
+_ATOMICS = {"sum": "add"}
 
 
 def generate_triton(nest: LoopNest, buffers: Mapping[str, TensorSpec]) -> KernelSource:
@@ -379,7 +380,11 @@ class TritonWriter:
             number = rounded.arguments[0]  # the store rounds
         value = scalar_triton.stored(f"v{number}", self.dtypes[number], memory)
         mask = f", mask={' & '.join(masks)}" if masks else ""
-        return [*lines, f"tl.store({self.pointer(access.buffer)} + {address}, {value}{mask})"]
+        place = f"{self.pointer(access.buffer)} + {address}"
+        if statement.reduction is None:
+            return [*lines, f"tl.store({place}, {value}{mask})"]
+        # In what order they come is not said, nor does anybody in the kernel read what they leave.
+        return [*lines, f"tl.atomic_{_ATOMICS[statement.reduction]}({place}, {value}{mask}, sem='relaxed')"]
 
     def _terms(self, strides: Sequence[int]) -> list[str]:
         return [term for side in self.sides for term in side.terms(strides)]
