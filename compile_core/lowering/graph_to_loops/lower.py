@@ -41,6 +41,7 @@ from gradsplit.compile_core.lowering.graph_to_loops.lower_plan import (
     MEMORY,
     GraphPlan,
     plan_graph,
+    scatters_in_a_nest,
 )
 from gradsplit.compile_core.lowering.graph_to_loops.lower_pooling import POOLING, lower_pooling
 from gradsplit.compile_core.lowering.graph_to_loops.lower_values import Argument, Cost, Emitter, LazyTensor
@@ -57,6 +58,7 @@ from gradsplit.compile_core.lowering.graph_to_loops.scalar_rules import (
     operand_dtype,
     scalar_rule,
 )
+from gradsplit.compile_core.lowering.graph_to_loops.scatter_rules import lower_scatter
 from gradsplit.compile_core.lowering.graph_to_loops.view_rules import (
     SPLITTING_VIEWS,
     VIEWS,
@@ -229,6 +231,10 @@ class _Lowering:
                     return self._settle(node, result)
             elif is_reduction(node.target):
                 return self._reduction(node, args, kwargs)
+            elif scatters_in_a_nest(node):
+                result = lower_scatter(self.builder, self.plan, node, args, kwargs)
+                if result is not None:
+                    return self._settle(node, result)
             elif node.target is aten.cat.default:
                 return self.concatenations.lower(node, args)
             elif node.target in POOLING:

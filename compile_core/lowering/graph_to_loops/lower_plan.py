@@ -96,9 +96,18 @@ def _use_kind(node: torch.fx.Node) -> str:
         return INLINE
     if is_reduction(target):
         return MEMORY if _is_extremum_of_nothing(node) else NEST
-    if target is aten.cat.default or target in POOLING:
+    if target is aten.cat.default or target in POOLING or scatters_in_a_nest(node):
         return NEST
     return MEMORY
+
+
+def scatters_in_a_nest(node: torch.fx.Node) -> bool:
+    """Whether a node combines values at indices, and a nest may do it: in whatever order points come, as torch's
+    kernels may not where the program wants determinism."""
+    if node.target not in _SCATTERS or node.meta["val"].dtype == torch.bool:
+        return False
+    accumulates = node.target is not aten.index_put.default or node.args[3:4] == (True,)
+    return accumulates and not torch.are_deterministic_algorithms_enabled()
 
 
 def _is_extremum_of_nothing(node: torch.fx.Node) -> bool:
@@ -123,6 +132,9 @@ def _may_divide_by_zero(node: torch.fx.Node) -> bool:
     return result.device.type == "cpu" and not result.dtype.is_floating_point and not is_safe
 
 
+_SCATTERS = frozenset(
+    {aten.index_add.default, aten.scatter_add.default, aten.index_put.default, aten.scatter_reduce.two}
+)
 _EXTREMA = frozenset({aten.max, aten.min, aten.amax, aten.amin, aten.argmax, aten.argmin})
 _DIVISIONS = frozenset(
     {torch.ops.aten.div, torch.ops.aten.floor_divide, torch.ops.aten.remainder, torch.ops.aten.fmod}
@@ -213,7 +225,7 @@ def _note_uses(user: torch.fx.Node, plan: GraphPlan) -> None:
         plan.add_readers(argument, readers)
         reaches = plan.widest_user.get(user, 0) if kind == RE_INDEX else numel_of(user)
         if kind == NEST:
-            reaches = numel_of(argument)
+            reaches = max(map(numel_of, user.all_input_nodes))
         plan.widest_user[argument] = max(plan.widest_user.get(argument, 0), reaches)
         if kind == MEMORY:
             if not _is_only_copied(user, argument):
