@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.loops import LoopProgram, View
+from gradsplit.compile_core.ir.scatters import combines_at_indices
 from gradsplit.compile_core.ir.schedule import Compute
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec, compute_dtype
 from gradsplit.compile_core.lowering.graph_to_loops.index_rules import INDEX_RULES
@@ -41,7 +42,6 @@ from gradsplit.compile_core.lowering.graph_to_loops.lower_plan import (
     MEMORY,
     GraphPlan,
     plan_graph,
-    scatters_in_a_nest,
 )
 from gradsplit.compile_core.lowering.graph_to_loops.lower_pooling import POOLING, lower_pooling
 from gradsplit.compile_core.lowering.graph_to_loops.lower_values import Argument, Cost, Emitter, LazyTensor
@@ -231,7 +231,7 @@ class _Lowering:
                     return self._settle(node, result)
             elif is_reduction(node.target):
                 return self._reduction(node, args, kwargs)
-            elif scatters_in_a_nest(node):
+            elif combines_at_indices(node):
                 result = lower_scatter(self.builder, self.plan, node, args, kwargs)
                 if result is not None:
                     return self._settle(node, result)

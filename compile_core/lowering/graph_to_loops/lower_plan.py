@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from gradsplit.compile_core.ir.loops import View
 from gradsplit.compile_core.ir.row_chunks import AFTER, WIDE_PRODUCT
+from gradsplit.compile_core.ir.scatters import combines_at_indices
 from gradsplit.compile_core.lowering.graph_to_loops.extern_rules import IN_PLACE_VARIANTS, scalar_factor
 from gradsplit.compile_core.lowering.graph_to_loops.index_rules import INDEX_RULES, SHAPE_READERS
 from gradsplit.compile_core.lowering.graph_to_loops.lower_pooling import POOLING
@@ -96,18 +97,9 @@ def _use_kind(node: torch.fx.Node) -> str:
         return INLINE
     if is_reduction(target):
         return MEMORY if _is_extremum_of_nothing(node) else NEST
-    if target is aten.cat.default or target in POOLING or scatters_in_a_nest(node):
+    if target is aten.cat.default or target in POOLING or combines_at_indices(node):
         return NEST
     return MEMORY
-
-
-def scatters_in_a_nest(node: torch.fx.Node) -> bool:
-    """Whether a node combines values at indices, and a nest may do it: in whatever order points come, as torch's
-    kernels may not where the program wants determinism."""
-    if node.target not in _SCATTERS or node.meta["val"].dtype == torch.bool:
-        return False
-    accumulates = node.target is not aten.index_put.default or node.args[3:4] == (True,)
-    return accumulates and not torch.are_deterministic_algorithms_enabled()
 
 
 def _is_extremum_of_nothing(node: torch.fx.Node) -> bool:
@@ -132,9 +124,6 @@ def _may_divide_by_zero(node: torch.fx.Node) -> bool:
     return result.device.type == "cpu" and not result.dtype.is_floating_point and not is_safe
 
 
-_SCATTERS = frozenset(
-    {aten.index_add.default, aten.scatter_add.default, aten.index_put.default, aten.scatter_reduce.two}
-)
 _EXTREMA = frozenset({aten.max, aten.min, aten.amax, aten.amin, aten.argmax, aten.argmin})
 _DIVISIONS = frozenset(
     {torch.ops.aten.div, torch.ops.aten.floor_divide, torch.ops.aten.remainder, torch.ops.aten.fmod}
