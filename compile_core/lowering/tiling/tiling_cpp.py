@@ -132,14 +132,15 @@ def owner_of(nest: LoopNest) -> Gather | None:
 
 def shares_points(nest: LoopNest) -> bool:
     """Whether threads may share all that a nest does, by its points or by where it combines values."""
-    parallel = {axis for axis in range(parallel_axes(nest)) if nest.extents[axis] != 1}
-    if parallel <= axes_apart(nest):
+    parallel = frozenset(range(parallel_axes(nest)))
+    if not _combining(nest) or (not nest.reduced_axes and parallel <= axes_apart(nest)):
         return True
-    owner = owner_of(nest)
+    owner, last = owner_of(nest), len(nest.extents) - 1
+    if owner is None:
+        return False
+    owned = varied_axes(nest)[owner.value]
     only_combines = all(s.reduction is not None for s in nest.body if isinstance(s, Store))
-    return owner is not None and (
-        only_combines or len(nest.extents) - 1 not in varied_axes(nest)[owner.value]
-    )
+    return owned <= parallel and (only_combines or last not in owned)
 
 
 def _combining(nest: LoopNest) -> list[Store]:
