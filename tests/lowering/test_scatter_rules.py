@@ -302,3 +302,27 @@ def test_graph_networks(nodes: int, count: int, width: int, depth: int, norm: bo
     for exact, eager, mine in zip(*results, strict=True):
         scale = exact.abs().max() * 1e-5 + 1e-7
         assert (mine - exact).abs().max() <= 4 * (eager - exact).abs().max() + scale
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["sums", "differences", "attention"])
+def test_on_a_gpu(kind: str, dtype: torch.dtype) -> None:
+    model = GraphNetwork(64, 2, True, kind).cuda()
+    inputs = [tensor.cuda() for tensor in edges(500, 6000, 64)]
+    results = []
+    for call, wanted in (
+        (model, torch.float64),
+        (model, dtype),
+        (gradsplit.compile(model, fullgraph=True), dtype),
+    ):
+        model.to(wanted)
+        given = [tensor.to(wanted) if tensor.is_floating_point() else tensor for tensor in inputs]
+        leaves = [given[0].requires_grad_(), *model.parameters()]
+        loss = call(*given)
+        results.append(
+            [loss.detach().double(), *(grad.double() for grad in torch.autograd.grad(loss, leaves))]
+        )
+    for exact, eager, mine in zip(*results, strict=True):
+        bound = 2 * (eager - exact).norm() + torch.finfo(dtype).eps * exact.norm()
+        assert (mine - exact).norm() <= bound
