@@ -23,8 +23,9 @@ from gradsplit.compile_core.lowering.graph_to_loops.view_rules import flip_reind
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-# Reading rows from all over memory is worth avoiding twice.
+# Reading from all over memory is worth avoiding twice. Rows that are fewer than the times they are read are near.
 _GATHER_OPERATIONS = 20
+_NEAR_ROW_OPERATIONS = 4
 
 # (arguments, keywords, fake result, origin) -> tensor, or None where this call has no rule
 Rule = Callable[[Sequence[Any], Mapping[str, Any], torch.Tensor, str], LazyTensor | None]
@@ -102,7 +103,8 @@ def _gathered(
     """The elements at places; torch's kernels raise where there is none."""
     if not source.numel or places is None:
         return None
-    cost = _plus([source, *places.indices], _GATHER_OPERATIONS)
+    is_near = places.are_rows and source.numel < result.numel()
+    cost = _plus([source, *places.indices], _NEAR_ROW_OPERATIONS if is_near else _GATHER_OPERATIONS)
     reads = frozenset((buffer, min(count, result.numel())) for buffer, count in cost.reads)
 
     def emit(emitter: Emitter, index: Index) -> int:

@@ -18,11 +18,13 @@ class IndexedPlaces:
     Attributes:
         shape: of what is chosen.
         indices: the tensors of integers that choose.
+        are_rows: whether they choose rows, of which neighbours are read together.
         entries: maps an index into what is chosen to the one of the element in the tensor.
     """
 
     shape: tuple[int, ...]
     indices: tuple[LazyTensor, ...]
+    are_rows: bool
     entries: Callable[[Emitter, Index], Index]
 
 
@@ -52,7 +54,8 @@ def places_at(
             for d in range(len(shape))
         )
 
-    return IndexedPlaces((*kept[:first], *broadcast, *kept[first:]), tuple(used.values()), entries)
+    chosen_shape = (*kept[:first], *broadcast, *kept[first:])
+    return IndexedPlaces(chosen_shape, tuple(used.values()), last < len(shape) - 1, entries)
 
 
 def places_along(shape: Sequence[int], dim: int, indices: LazyTensor) -> IndexedPlaces | None:
@@ -66,4 +69,4 @@ def places_along(shape: Sequence[int], dim: int, indices: LazyTensor) -> Indexed
         entry = emitter.indirect(emitter.element(indices, index), shape[dim], wraps=False)
         return (*index[:dim], entry, *index[dim + 1 :])
 
-    return IndexedPlaces(indices.shape, (indices,), entries)
+    return IndexedPlaces(indices.shape, (indices,), False, entries)
