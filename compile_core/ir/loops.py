@@ -141,7 +141,7 @@ class Store:
 Statement = Load | Constant | Position | Apply | Reduce | Store
 
 REDUCTIONS = frozenset({"sum", "prod", "max", "min", "any", "all", "argmax", "argmin", "deviations"})
-# Of those, the ones by which a store combines. NaN is propagated as by the others.
+# Of those, the ones by which a store combines, extrema in kernels for CPUs only. NaN is propagated as by the others.
 MEMORY_REDUCTIONS = frozenset({"sum", "max", "min"})
 
 # name -> number of arguments. Meanings are those of the aten operator of the same name on scalars; integer division

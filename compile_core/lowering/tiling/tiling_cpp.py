@@ -90,7 +90,7 @@ def tile_for_cpu(nest: LoopNest) -> CpuTiling:
         shortest = 4096 if split_axis == vector_axis else 8
         chunks = max(1, min(_MOST_CHUNKS, nest.extents[split_axis] // shortest))
         split_axis = split_axis if chunks > 1 else None
-    apart = tuple(axis for axis in range(parallel) if axis in axes_apart(nest))
+    apart = tuple(sorted(axes_apart(nest) & set(range(parallel))))
     shared, owner = prod(counts[axis] for axis in apart), None
     if shared < min(units, _FEW_UNITS):
         owner = owner_of(nest)

@@ -93,9 +93,9 @@ def _stored_values(
     for n in stores:
         store = body[n]
         assert isinstance(store, Store)
-        if store.mask is not None or store.access.gathers or targets.count(store.access.buffer) > 1:
+        if store.mask is not None or store.reduction is not None or store.access.gathers:
             continue
-        if store.reduction is not None:
+        if targets.count(store.access.buffer) > 1:
             continue
         dtype = buffers[store.access.buffer].dtype
         for value, statement in enumerate(body):
