@@ -17,10 +17,12 @@ from torch.utils._pytree import tree_map
 import gradsplit
 from gradsplit.compile_core.ir.loops import LoopProgram, combined_buffers
 from gradsplit.compile_core.ir.print_loops import print_nest
+from gradsplit.compile_core.ir.verify_loops import verify_program
 from gradsplit.compile_core.lowering.fusion.fuse import fuse
 from gradsplit.compile_core.lowering.graph_to_loops.lower import lower
 from gradsplit.compile_core.lowering.triton_kernels.build_triton import compile_triton_for
 from gradsplit.compile_core.lowering.triton_kernels.codegen_triton import generate_triton
+from tests.lowering.loop_evaluator import evaluate
 from tests.lowering.lowering_harness import calls, check, compute_of, nests, trace
 
 aten = torch.ops.aten
@@ -302,6 +304,22 @@ def test_graph_networks(nodes: int, count: int, width: int, depth: int, norm: bo
     for exact, eager, mine in zip(*results, strict=True):
         scale = exact.abs().max() * 1e-5 + 1e-7
         assert (mine - exact).abs().max() <= 4 * (eager - exact).abs().max() + scale
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_are_added_up_in_their_destination(dtype: torch.dtype) -> None:
+    """Unless it is of 16-bit floats, which the sums are rounded to at the end."""
+    inputs = edges(dtype=dtype)
+    module = trace(aggregated, *inputs)
+    program = fuse(lower(compute_of(module, {"result_0": "place"})))
+    verify_program(program)
+    place = torch.full_like(inputs[0], torch.nan)
+    (result,) = evaluate(program, inputs, [place])
+    assert result is not None and result.data_ptr() == place.data_ptr()
+    exact = aggregated(*(x.double() if x.is_floating_point() else x for x in inputs))
+    torch.testing.assert_close(place, exact.to(dtype))
+    sums = frozenset[str]().union(*map(combined_buffers, nests(program)))
+    assert (sums == set(program.destinations)) == (dtype == torch.float32)
 
 
 @pytest.mark.gpu
