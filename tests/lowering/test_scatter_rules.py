@@ -189,6 +189,7 @@ def test_values_in_memory_stay_with_torch_on_a_gpu() -> None:
         targets = [call.target for call in calls(fused(program, h, target, rows))]
         assert aten.index_add_.default in targets or program is read_twice, targets
     assert not calls(fused(lambda h, target, rows: h.index_add(0, target, rows.exp()), h, target, rows))
+    assert not calls(fused(lambda h, target, rows: h.index_put((target,), rows, True), h, target, rows))
 
 
 def test_extrema_stay_with_torch_on_a_gpu() -> None:

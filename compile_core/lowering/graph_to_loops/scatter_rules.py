@@ -9,7 +9,7 @@ Torch's kernels stay
 
 * under ``torch.use_deterministic_algorithms``, since additions come in any order;
 * on a GPU for values that lie in memory already: its atomics are as fast, and its sums of 16-bit floats need no wider
-  copy;
+  copy (but those of ``index_put``, which sorts);
 * on a GPU for extrema, of which an atomic one would lose NaN;
 * for truth values, and for indices that are truth values.
 """
@@ -101,8 +101,10 @@ def lower_scatter(
     scatter = _RULES[node.target](args, kwargs)  # type: ignore[index]
     if scatter is None or not fake.numel():
         return None
-    if fake.device.type != "cpu" and (scatter.values.located() is not None or scatter.reduction != "sum"):
-        return None
+    if fake.device.type != "cpu":
+        is_given = scatter.values.located() is not None and node.target is not aten.index_put.default
+        if is_given or scatter.reduction != "sum":
+            return None
     dtype = _WIDER.get(fake.dtype, fake.dtype)
     view = _filled(builder, plan, node, scatter.base, dtype)
     _add(builder, view, scatter, node.name)
