@@ -15,6 +15,11 @@ vary over all axes again, as in ``x - max(x)``: the generator then makes another
 whose access does not move along the reduced axes and whose value does not vary over them happens once per parallel
 point; any other store happens at every point.
 
+Sums in memory. A ``Store`` with a ``reduction`` combines its value with what the buffer holds there: points may meet at
+one element, as where gathered indices repeat, and come in any order. It happens at every parallel point, whatever it
+varies over. What the elements are to begin with an earlier step has stored; they are whole when the nest has ended, and
+no 16-bit floats, which would be rounded each time.
+
 Dtypes. A value has the dtype in which it is computed: ``bool``, an integer type, ``float32`` or ``float64``. Loads
 widen 16-bit floats to ``float32``; stores round to the buffer's dtype. ``Apply("round_to", ...)`` rounds a value
 through a narrower type where eager's semantics need it.
@@ -24,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -123,16 +129,20 @@ class Reduce:
 
 @dataclass(frozen=True)
 class Store:
-    """Writes a value; where ``mask`` is given and false, nothing is written."""
+    """Writes a value, or combines it by one of ``MEMORY_REDUCTIONS`` with what is there; where ``mask`` is given and
+    false, nothing is written."""
 
     access: Access
     value: int
     mask: int | None = None
+    reduction: str | None = None
 
 
 Statement = Load | Constant | Position | Apply | Reduce | Store
 
 REDUCTIONS = frozenset({"sum", "prod", "max", "min", "any", "all", "argmax", "argmin", "deviations"})
+# Of those, the ones by which a store combines, extrema in kernels for CPUs only. NaN is propagated as by the others.
+MEMORY_REDUCTIONS = frozenset({"sum", "max", "min"})
 
 # name -> number of arguments. Meanings are those of the aten operator of the same name on scalars; integer division
 # and remainder are Python's (floor), ``trunc_div`` is C's. Comparisons and ``logical_*`` yield bool. ``random_bits``
@@ -346,7 +356,8 @@ class LoopProgram:
 
 def varied_axes(nest: LoopNest) -> list[frozenset[int]]:
     """For each statement the axes over which its value varies; for a store, over which it must be repeated."""
-    reduced = frozenset(range(len(nest.extents) - nest.reduced_axes, len(nest.extents)))
+    parallel = frozenset(range(len(nest.extents) - nest.reduced_axes))
+    reduced = frozenset(range(len(parallel), len(nest.extents)))
     axes: list[frozenset[int]] = []
     for statement in nest.body:
         varied = frozenset().union(*(axes[operand] for operand in operands(statement)))
@@ -355,8 +366,25 @@ def varied_axes(nest: LoopNest) -> list[frozenset[int]]:
             varied |= frozenset(axis for axis, stride in enumerate(strides) if stride)
         elif isinstance(statement, Reduce):
             varied -= reduced
+        if isinstance(statement, Store) and statement.reduction is not None:
+            varied |= parallel
         axes.append(varied)
     return axes
+
+
+def combined_buffers(nest: LoopNest) -> frozenset[str]:
+    """The buffers with whose elements its stores combine values."""
+    return frozenset(s.access.buffer for s in nest.body if isinstance(s, Store) and s.reduction is not None)
+
+
+def additions(nest: LoopNest) -> int:
+    """How many values it combines with elements of buffers."""
+    varied = varied_axes(nest) if combined_buffers(nest) else []
+    return sum(
+        prod(nest.extents[axis] for axis in varied[n])
+        for n, statement in enumerate(nest.body)
+        if isinstance(statement, Store) and statement.reduction is not None
+    )
 
 
 def accesses(nest: LoopNest) -> list[Access]:

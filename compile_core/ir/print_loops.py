@@ -91,7 +91,8 @@ def print_statement(number: int, statement: Statement) -> str:
     if isinstance(statement, Reduce):
         return f"%{number} = reduce_{statement.operation}(%{statement.argument}) {_dtype(statement.dtype)}"
     masked = "" if statement.mask is None else f" if %{statement.mask}"
-    return f"{print_access(statement.access)} = %{statement.value}{masked}"
+    sign = {None: "=", "sum": "+="}.get(statement.reduction, f"{statement.reduction}=")
+    return f"{print_access(statement.access)} {sign} %{statement.value}{masked}"
 
 
 def print_access(access: Access) -> str:

@@ -15,6 +15,7 @@ from gradsplit.compile_core.ir.loops import (
     Step,
     Store,
     View,
+    combined_buffers,
 )
 
 
@@ -31,9 +32,9 @@ def views_in(argument: Any) -> Iterator[View]:
 
 
 def reads(step: Step) -> frozenset[str]:
-    """Buffers that a step reads. Arguments of an extern call all count, those that it overwrites too."""
+    """Buffers that a step reads, or adds to. Arguments of an extern call all count, those that it overwrites too."""
     if isinstance(step, LoopNest):
-        return frozenset(s.access.buffer for s in step.body if isinstance(s, Load))
+        return combined_buffers(step).union(s.access.buffer for s in step.body if isinstance(s, Load))
     if isinstance(step, ProductNest):
         return (reads(step.epilogue) - {step.product}) | {step.left.buffer, step.right.buffer}
     if isinstance(step, NestBatch):

@@ -1,9 +1,9 @@
 """Rules that every loop program keeps.
 
 The lowering and the fusion promise them, the code generators rely on them: statements are in SSA form and of
-the right dtypes; every access stays inside its buffer; no two points of a nest store to one element; what a
-store writes does not vary where its address stands still; steps read only what was written before; nobody
-writes inputs.
+the right dtypes; every access stays inside its buffer; no two points of a nest store to one element, unless they
+combine values with what is there, which is then all that the nest does with the buffer; what a store writes does not
+vary where its address stands still; steps read only what was written before; nobody writes inputs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 
 from gradsplit.compile_core.errors import InternalError
 from gradsplit.compile_core.ir.loops import (
+    MEMORY_REDUCTIONS,
     REDUCTIONS,
     SCALAR_OPERATIONS,
     Access,
@@ -33,12 +34,13 @@ from gradsplit.compile_core.ir.loops import (
     Step,
     Store,
     View,
+    combined_buffers,
     operands,
     varied_axes,
 )
 from gradsplit.compile_core.ir.print_loops import axis_name, print_statement
 from gradsplit.compile_core.ir.step_effects import mutated, reads, views_in, writes
-from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.ir.tensor_spec import HALF_FLOATS, TensorSpec
 
 _COMPUTE_DTYPES = frozenset(
     {
@@ -172,9 +174,16 @@ def _check_body(nest: LoopNest, buffers: Mapping[str, TensorSpec], label: str) -
         if isinstance(statement, Reduce) and statement.operation.startswith("arg"):
             _rule(nest.reduced_axes == 1, where, "a position needs a single reduced axis")
     varying = varied_axes(nest)
+    combined = combined_buffers(nest)
     for number, statement in enumerate(nest.body):
-        if isinstance(statement, Store):
+        if isinstance(statement, Store) and statement.reduction is None:
             _check_store(statement, nest, varying, f"{label}, {print_statement(number, statement)}")
+        if isinstance(statement, Load | Store) and statement.access.buffer in combined:
+            where = f"{label}, {print_statement(number, statement)}"
+            is_combined = isinstance(statement, Store) and statement.reduction in MEMORY_REDUCTIONS
+            _rule(is_combined, where, "the nest also combines values in the buffer")
+            is_narrow = buffers[statement.access.buffer].dtype in HALF_FLOATS
+            _rule(not is_narrow, where, "each sum would be rounded to 16 bits")
 
 
 def _rule(holds: bool, where: str, rule: str) -> None:

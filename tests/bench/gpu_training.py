@@ -1,6 +1,6 @@
-"""Training steps of four known models on a GPU: ours, TorchInductor, and its kernels under our schedule, in one table.
+"""Training steps of known models on a GPU: ours, TorchInductor, and its kernels under our schedule, in one table.
 
-    python -m tests.bench.gpu_training [--models densenet121,bert,gpt2,resnet50] [--sides ...] [--rows 6]
+    python -m tests.bench.gpu_training [--models densenet121,bert,gpt2,resnet50,graph] [--sides ...] [--rows 6]
 
 A step is forward and backward under bf16 autocast, float32 products at "high", gradients dropped before it. The sides
 of a model live in one process, each with a copy of the same weights, and take turns in rows of steps (``rows.py``).
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 import gradsplit
 from tests.bench.rows import Row, rows_in_turn, run_row
-from tests.bench.training_models import Loss
+from tests.bench.training_models import Loss, graph_network
 
 Inputs = dict[str, Tensor]
 # Steps of a side before its memory is looked at: libraries choose, graphs are recorded.
@@ -89,6 +89,7 @@ MODELS: Mapping[str, Callable[[], tuple[nn.Module, Inputs]]] = {
     "bert": _bert,
     "gpt2": _gpt2,
     "resnet50": lambda: _images("resnet50", 64, 224),
+    "graph": graph_network,
 }
 
 SIDES: Mapping[str, Callable[[nn.Module], Any]] = {

@@ -74,6 +74,31 @@ def two_types() -> Training:
     return model, inputs
 
 
+class GraphNetwork(nn.Module):
+    """Layers that gather rows along edges, weigh them, and add them up at nodes."""
+
+    def __init__(self, width: int = 64, depth: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, h: Tensor, source: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+        for layer in self.layers:
+            message = h[source] * weight.to(h.dtype)
+            h = layer(torch.zeros_like(h).index_add_(0, target, message)).relu()
+        return h.float().square().mean()
+
+
+def graph_network(
+    nodes: int = 100_000, edges: int = 1_000_000, width: int = 64
+) -> tuple[GraphNetwork, dict[str, Tensor]]:
+    return GraphNetwork(width), {
+        "h": torch.randn(nodes, width),
+        "source": torch.randint(nodes, (edges,)),
+        "target": torch.randint(nodes, (edges,)),
+        "weight": torch.rand(edges, 1),
+    }
+
+
 TRAININGS: dict[str, Callable[[], Training]] = {"gpt2": gpt2, "bert": bert, "resnet18": resnet18, "mlp": mlp}
 
 

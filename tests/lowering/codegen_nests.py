@@ -257,6 +257,70 @@ def gather_elements(rows: int = 6, columns: int = 21) -> Case:
     return b.nest("gather_elements"), b.buffers
 
 
+def rows_added(
+    count: int = 11,
+    rows: int = 17,
+    width: int = 24,
+    dtype: torch.dtype = F32,
+    reduction: str = "sum",
+    is_masked: bool = False,
+) -> Case:
+    """Rows of a table, each times a number of its own, are combined with rows of another table."""
+    b = NestBuilder((count, width))
+    b.buffer("table", (rows, width), dtype)
+    b.buffer("source", (count,), I64)
+    b.buffer("index", (count,), I64)
+    b.buffer("weight", (count,), dtype)
+    b.buffer("y", (rows, width), F64 if dtype == F64 else F32)
+    target = b.load("index", (0,))
+    mask = b.apply("ne", target, b.constant(3, I64)) if is_masked else None
+    source = Gather(b.load("source", (0,)), width, rows)
+    message = b.apply("mul", b.load("table", (None, 1), gathers=(source,)), b.load("weight", (0,)))
+    place = b.access("y", (None, 1), gathers=(Gather(target, width, rows),))
+    b.add(Store(place, message, mask, reduction))
+    return b.nest("rows_added"), b.buffers
+
+
+def elements_added(rows: int = 6, columns: int = 21, places: int = 9) -> Case:
+    """Each row's elements are added to elements of that row: points meet along the innermost axis."""
+    b = NestBuilder((rows, columns))
+    b.buffer("x", (rows, columns))
+    b.buffer("index", (rows, columns), I64)
+    b.buffer("y", (rows, places))
+    index = b.load("index", (0, 1))
+    place = b.access("y", (0, None), gathers=(Gather(index, 1, places),))
+    b.add(Store(place, b.load("x", (0, 1)), None, "sum"))
+    return b.nest("elements_added"), b.buffers
+
+
+def counted(count: int = 1000, places: int = 9, dtype: torch.dtype = I64) -> Case:
+    """One is added for each point of two axes, of which neither value nor address knows the second."""
+    b = NestBuilder((count, 3))
+    b.buffer("index", (count,), I64)
+    b.buffer("y", (places,), dtype)
+    index = b.load("index", (0,))
+    place = b.access("y", (None,), gathers=(Gather(index, 1, places),))
+    b.add(Store(place, b.constant(1, dtype), None, "sum"))
+    return b.nest("counted"), b.buffers
+
+
+def row_sums_added(count: int = 40, width: int = 33, places: int = 12) -> Case:
+    """What rows sum up to, once a row, and their elements are added."""
+    b = NestBuilder((count, width), 1)
+    b.buffer("x", (count, width))
+    b.buffer("index", (count,), I64)
+    b.buffer("y", (places,))
+    b.buffer("z", (places, width))
+    index = b.load("index", (0,))
+    x = b.load("x", (0, 1))
+    total = b.reduce("sum", x)
+    b.add(Store(b.access("y", (None,), gathers=(Gather(index, 1, places),)), total, None, "sum"))
+    scaled = b.apply("mul", x, total)
+    place = b.access("z", (None, 1), gathers=(Gather(index, width, places),))
+    b.add(Store(place, scaled, None, "sum"))
+    return b.nest("row_sums_added"), b.buffers
+
+
 def masked_pad(rows: int = 5, columns: int = 23, pad: int = 3) -> Case:
     b = NestBuilder((rows, columns + 2 * pad))
     b.buffer("x", (rows, columns))
@@ -505,6 +569,18 @@ HAND_WRITTEN = {
     "cross_entropy_long": cross_entropy(2, 70001),
     "embedding": embedding(),
     "gather_elements": gather_elements(),
+    "rows_added": rows_added(),
+    "rows_added_bf16": rows_added(dtype=torch.bfloat16),
+    "rows_added_f64": rows_added(3000, 40, 7, F64),
+    "rows_added_masked": rows_added(is_masked=True),
+    "rows_added_wide": rows_added(9, 9, 5000),
+    "rows_added_once": rows_added(1, 17, 24),
+    "elements_added": elements_added(),
+    "elements_added_many_rows": elements_added(300, 5),
+    "elements_added_one_row": elements_added(1, 2000),
+    "counted": counted(),
+    "counted_f32": counted(dtype=F32),
+    "row_sums_added": row_sums_added(),
     "masked_pad": masked_pad(),
     "masked_pad_of_odd_rows": masked_pad(3, 5001, 4),
     "masked_points": masked_points(),

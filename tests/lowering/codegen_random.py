@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
+from gradsplit.compile_core.ir.loops import Gather, Store
 from tests.lowering.codegen_nests import BOOL, F32, F64, I64, Case, NestBuilder
 
 EXTENTS = st.sampled_from([1, 2, 3, 5, 8, 17, 33, 70])
@@ -45,10 +46,24 @@ def random_cases(draw: st.DrawFn) -> Case:
             floats.append(b.apply(draw(UNARY), squeezed))
         if reduced and draw(st.booleans()):
             floats.append(_reduction(draw, b, floats, loads))
+    if draw(st.booleans()):
+        _addition(draw, b, floats)
     everywhere = tuple(range(rank))
     b.buffer("y", extents, draw(st.sampled_from([F32, F32, torch.bfloat16, F64])))
     b.store("y", everywhere, floats[-1])
     return b.nest("random"), b.buffers
+
+
+def _addition(draw: st.DrawFn, b: NestBuilder, floats: list[int]) -> None:
+    """Adds a value at indices that any of the axes have, to elements that lie along the others."""
+    rank = len(b.extents)
+    indexed = sorted(draw(st.sets(st.integers(0, rank - 1), min_size=1)))
+    kept = [axis for axis in range(rank) if axis not in indexed]
+    b.buffer("index", tuple(b.extents[axis] for axis in indexed), I64)
+    b.buffer("sums", (9, *(b.extents[axis] for axis in kept)), draw(st.sampled_from([F32, F32, F64])))
+    index = Gather(b.load("index", tuple(indexed)), b.buffers["sums"].stride[0], 9)
+    place = b.access("sums", (None, *kept), gathers=(index,))
+    b.add(Store(place, draw(st.sampled_from(floats)), None, "sum"))
 
 
 def _reduction(draw: st.DrawFn, b: NestBuilder, floats: list[int], loads: list[int]) -> int:

@@ -29,6 +29,7 @@ from tests.lowering.codegen_nests import (
     channel_variances,
     embedding,
     inputs_for,
+    rows_added,
     softmax,
     total,
 )
@@ -129,6 +130,17 @@ def test_an_index_out_of_range_reads_nan_and_nothing_else(folder: Path) -> None:
     assert rows[5].isnan().all()
     assert not rows[:5].isnan().any()
     assert not rows[6:].isnan().any()
+
+
+def test_an_index_out_of_range_adds_nothing(folder: Path) -> None:
+    case = rows_added()
+    storages = inputs_for(case)
+    storages["index"][5] = 10**12
+    valid = {name: storage.clone() for name, storage in storages.items()}
+    valid["index"][5] = 0
+    valid["weight"][5] = 0
+    run(case, storages, folder)
+    torch.testing.assert_close(storages["y"], evaluate_nest(case[0], valid)["y"])
 
 
 @pytest.mark.parametrize(("channels", "pixels"), [(6, 100), (6, 128), (33, 600), (32, 1024)])

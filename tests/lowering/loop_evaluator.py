@@ -25,6 +25,7 @@ from gradsplit.compile_core.ir.loops import (
     Step,
     Store,
     View,
+    varied_axes,
 )
 from gradsplit.compile_core.ir.step_effects import reads, writes
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
@@ -171,7 +172,8 @@ def run_nest(nest: LoopNest, buffers: Buffers, noisy: Noise | None = None) -> No
             total = total + torch.where(bad, 0, index) * gather.stride
         return total if mask is None else torch.where(mask, total, 0)
 
-    for statement in nest.body:
+    varied = varied_axes(nest)
+    for number, statement in enumerate(nest.body):
         value = torch.zeros([1] * rank)
         if isinstance(statement, Constant):
             value = torch.full([1] * rank, statement.value, dtype=statement.dtype, device=device)
@@ -197,7 +199,12 @@ def run_nest(nest: LoopNest, buffers: Buffers, noisy: Noise | None = None) -> No
         else:
             mask = None if statement.mask is None else values[statement.mask]
             where = address(statement.access, mask)
-            _store(where, values[statement.value], mask, buffers[statement.access.buffer])
+            buffer = buffers[statement.access.buffer]
+            if statement.reduction is None:
+                _store(where, values[statement.value], mask, buffer)
+            else:
+                points = torch.zeros([nest.extents[a] if a in varied[number] else 1 for a in range(rank)])
+                _combine(where, values[statement.value], mask, buffer, statement.reduction, points)
         if noisy is not None and isinstance(statement, Apply | Reduce):
             value = noisy(value)
         values.append(value)
@@ -213,6 +220,22 @@ def _store(where: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, 
     where, value, written = torch.broadcast_tensors(where, value.to(buffer.dtype), written)
     assert where[written].unique().numel() == written.sum(), "two points store to one element"
     flat(buffer)[where[written]] = value[written]
+
+
+def _combine(
+    where: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    buffer: torch.Tensor,
+    reduction: str,
+    points: torch.Tensor,
+) -> None:
+    """At each of ``points`` combines a value with what is where it goes."""
+    written = torch.ones_like(where, dtype=torch.bool) if mask is None else mask
+    where, value, written, points = torch.broadcast_tensors(where, value.to(buffer.dtype), written, points)
+    assert where.shape == points.shape
+    name = {"sum": "sum", "max": "amax", "min": "amin"}[reduction]
+    flat(buffer).scatter_reduce_(0, where[written], value[written], name)
 
 
 def _reduce(statement: Reduce, argument: torch.Tensor, dims: list[int]) -> torch.Tensor:

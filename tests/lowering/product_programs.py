@@ -53,6 +53,10 @@ def _heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return (x @ weight).view(4, 10, 2, 12).transpose(1, 2).contiguous()
 
 
+def _added_at_indices(x: torch.Tensor, weight: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    return x.new_zeros(9, len(weight)).index_add(0, places, torch.relu(x @ weight.t()))
+
+
 def _inputs(*sizes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(size, generator=generator).to(dtype) for size in sizes]
@@ -71,6 +75,11 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], list[torch.Tensor], int]] = {
     "masked": (_masked, [*_inputs((20, 50), (20, 33)), _MASK], 2),
     "read_twice": (_read_twice, _inputs((40, 16), (16, 36)), 1),
     "heads": (_heads, _inputs((40, 16), (16, 24)), 2),
+    "added_at_indices": (
+        _added_at_indices,
+        [*_inputs((70, 48), (33, 48)), torch.arange(70) * 5 % 9],
+        2,
+    ),
     "scaled": (_scaled, _inputs((33, 24), (24, 35), (35,)), 1),
 }
 

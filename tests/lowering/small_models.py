@@ -9,6 +9,8 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
+from tests.bench.training_models import graph_network
+
 # What is compiled, and the arguments of its call, which returns a loss or nothing.
 Training = tuple[Callable[..., Tensor | None], dict[str, Tensor]]
 _VOCABULARY = 97
@@ -146,6 +148,7 @@ MODELS: dict[str, Callable[[], Training]] = {
     "resnet": resnet,
     "densenet": densenet,
     "mlp": mlp,
+    "graph": lambda: graph_network(60, 700, 32),
     "optimizer_step": optimizer_step,
 }
 

@@ -28,10 +28,12 @@ from tests.lowering.codegen_nests import (
     Case,
     NestBuilder,
     column_sums,
+    elements_added,
     embedding,
     gather_elements,
     inputs_for,
     layer_norm,
+    rows_added,
     softmax,
     total,
 )
@@ -72,7 +74,13 @@ def test_hand_written_nests(name: str, hand_written) -> None:
 
 
 def test_results_do_not_depend_on_the_number_of_threads(folder: Path) -> None:
-    cases = {"total": total((700, 999)), "columns": column_sums(9000, 65), "layer_norm": layer_norm(300, 999)}
+    cases = {
+        "total": total((700, 999)),
+        "columns": column_sums(9000, 65),
+        "layer_norm": layer_norm(300, 999),
+        "rows": rows_added(9000, 900, 65),
+        "elements": elements_added(300, 900),
+    }
     sources = named_sources(cases.items())
     functions = build(list(sources.values()), folder)
     threads = torch.get_num_threads()
@@ -89,6 +97,15 @@ def test_results_do_not_depend_on_the_number_of_threads(folder: Path) -> None:
         for other in results[1:]:
             for buffer, tensor in results[0][name].items():
                 assert torch.equal(tensor, other[name][buffer])
+
+
+@pytest.mark.parametrize("reduction", ["max", "min"])
+def test_extrema_in_memory(reduction: str, folder: Path) -> None:
+    case = rows_added(reduction=reduction)
+    source = generate_cpp(*case)
+    storages = inputs_for(case)
+    storages["table"][5] = storages["y"][30] = float("nan")
+    check(case, source, build([source], folder)[source.name], storages)
 
 
 def test_every_scalar_operation(folder: Path) -> None:
@@ -108,7 +125,11 @@ def test_random_nests(cases: list[Case], folder: Path) -> None:
         check(case, sources[name], functions[name], inputs_for(case), 1e-4)
 
 
-@pytest.mark.parametrize("case", [embedding(), gather_elements()], ids=["rows", "elements"])
+@pytest.mark.parametrize(
+    "case",
+    [embedding(), gather_elements(), rows_added(), elements_added()],
+    ids=["rows", "elements", "rows added", "elements added"],
+)
 @pytest.mark.parametrize("index", [10**12, -(10**12), 17, -18])
 def test_index_out_of_range_raises(case: Case, index: int, folder: Path) -> None:
     source = generate_cpp(*case)

@@ -14,6 +14,7 @@ import torch
 from torch.fx import Node
 
 from gradsplit.compile_core.ir.counter_random import COUNTER_OPERATORS
+from gradsplit.compile_core.ir.scatters import combines_at_indices
 from gradsplit.compile_core.torch_facts.dispatcher import is_random
 
 aten = torch.ops.aten
@@ -26,7 +27,8 @@ _VIEWS = {
 _CREATIONS = {aten.full, aten.zeros, aten.ones, aten.arange, aten.scalar_tensor, aten.full_like,
               aten.zeros_like, aten.ones_like, aten.empty, aten.empty_like}  # fmt: skip
 _CHEAP = {aten.clone, aten.where, aten.cat, aten.tril, aten.triu, aten._to_copy, aten.index, aten.gather,
-          aten.embedding, aten.constant_pad_nd, aten.flip, aten.repeat, aten.logical_not}  # fmt: skip
+          aten.index_select, aten.embedding, aten.constant_pad_nd, aten.flip, aten.repeat,
+          aten.logical_not}  # fmt: skip
 
 
 def packet(node: Node) -> object:
@@ -58,6 +60,11 @@ def is_recomputable(node: Node) -> bool:
 def is_fusible(node: Node) -> bool:
     """Whether the node's value can stay inside a generated kernel that produces or consumes it."""
     return is_recomputable(node) or is_reduction(node)
+
+
+def is_read_in_a_kernel(user: Node) -> bool:
+    """Whether what a node reads can stay inside a generated kernel, as what it adds at indices."""
+    return is_fusible(user) or combines_at_indices(user)
 
 
 def is_reduction(node: Node) -> bool:

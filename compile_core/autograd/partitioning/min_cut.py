@@ -25,6 +25,7 @@ from torch.fx import Graph, Node
 from gradsplit.compile_core.autograd.operators.graph_nodes import ancestors
 from gradsplit.compile_core.autograd.operators.kinds import (
     is_fusible,
+    is_read_in_a_kernel,
     is_recomputable,
     is_reduction,
     is_view,
@@ -215,7 +216,7 @@ def _materialised_in_backward(node: Node, only_backward: Set[Node], needed: Set[
         if user in only_backward:
             if is_view(user):
                 frontier.extend(user.users)
-            elif not is_fusible(user) and user.op == "call_function":
+            elif not is_read_in_a_kernel(user) and user.op == "call_function":
                 return True
         elif is_view(user) and user in needed:
             frontier.extend(user.users)
@@ -260,7 +261,9 @@ def _is_residual(node: Node) -> bool:
 
 
 def _is_read_from_memory(node: Node) -> bool:
-    return any(_is_read_from_memory(user) if is_view(user) else not is_fusible(user) for user in node.users)
+    return any(
+        _is_read_from_memory(user) if is_view(user) else not is_read_in_a_kernel(user) for user in node.users
+    )
 
 
 def bytes_of(node: Node) -> int:

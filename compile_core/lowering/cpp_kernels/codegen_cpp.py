@@ -30,6 +30,7 @@ from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 from gradsplit.compile_core.lowering.cpp_kernels.codegen_cpp_body import BodyWriter, Loop, axis_loop
 from gradsplit.compile_core.lowering.cpp_kernels.codegen_cpp_reductions import CppReduction
 from gradsplit.compile_core.lowering.cpp_kernels.scalar_cpp import memory_type, value_type
+from gradsplit.compile_core.lowering.nests.live_statements import needed_statements
 from gradsplit.compile_core.lowering.nests.order_axes import parallel_axes, points, simplify
 from gradsplit.compile_core.lowering.nests.passes import (
     NestPass,
@@ -156,29 +157,50 @@ class _NestWriter:
         """The body of the kernel's function, which returns whether an index was out of range."""
         if 0 in self.nest.extents[: self.parallel]:
             return ["return 0;"]
-        extents, blocks = self.nest.extents[: self.parallel], self.tiling.blocks
-        counts = [-(-extent // block) for extent, block in zip(extents, blocks, strict=True)]
-        unit = [f"    {line}" for line in (*self._unit_ranges(counts), *self._unit())]
+        extents, tiling = self.nest.extents[: self.parallel], self.tiling
+        counts = [-(-extent // block) for extent, block in zip(extents, tiling.blocks, strict=True)]
+        unit = [f"    {line}" for line in (*self._unit_ranges(counts), *self._own_units(), *self._unit())]
+        units, shared = prod(counts), prod(counts[axis] for axis in tiling.apart)
+        first, end = (edge if shared == units else f"{edge} * {units // shared}" for edge in ("begin", "end"))
+        if tiling.owner is not None:
+            first, end, shared = "0", str(units), tiling.owner.size
         loop = [
             "  int bad = 0;",
-            "  for (int64_t unit = begin; unit < end; ++unit) {",
+            f"  for (int64_t unit = {first}; unit < {end}; ++unit) {{",
             *unit,
             "  }",
             "  return bad;",
         ]
-        if self.tiling.split_axis is not None:  # its passes are parallel inside, so its units are not
-            return [f"  const int64_t begin = 0, end = {prod(counts)};", *loop]
-        definition, call = _called_in_parallel("units", prod(counts), self.tiling.grain, self.pointers, loop)
+        if tiling.split_axis is not None:  # its passes are parallel inside, so its units are not
+            return [f"  const int64_t begin = 0, end = {units};", *loop]
+        definition, call = _called_in_parallel("units", shared, tiling.grain, self.pointers, loop)
         return [*definition, f"return {call};"]
+
+    def _own_units(self) -> list[str]:
+        """Leaves out the units of other threads, where they share the range of an index."""
+        owner = self.tiling.owner
+        if owner is None:
+            return []
+        lines = self.body.fixed(needed_statements(self.nest.body, [owner.value]))
+        return [
+            "int64_t owned;",
+            "{",
+            *lines,
+            f"owned = {self.body.checked(owner, f'v{owner.value}', 'true')};",
+            "}",
+            "if (owned < begin || owned >= end) continue;",
+        ]
 
     def _unit_ranges(self, counts: Sequence[int]) -> list[str]:
         """Which indices of the parallel axes a unit covers."""
         lines = []
         rest = "unit"
-        for axis in reversed(range(self.parallel)):
+        apart = self.tiling.apart
+        order = [*apart, *(axis for axis in range(self.parallel) if axis not in apart)]
+        for place, axis in reversed(list(enumerate(order))):
             position = "int64_t(0)"
             if counts[axis] > 1:
-                outermost = all(count == 1 for count in counts[:axis])
+                outermost = all(counts[outer] == 1 for outer in order[:place])
                 position = rest if outermost else f"({rest}) % {counts[axis]}"
                 rest = f"({rest}) / {counts[axis]}"
             block, extent = self.tiling.blocks[axis], self.nest.extents[axis]

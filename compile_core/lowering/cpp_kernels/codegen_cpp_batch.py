@@ -42,7 +42,7 @@ def generate_cpp_batch(batch: NestBatch, buffers: Mapping[str, TensorSpec]) -> K
     analysis = analyse(template, 0)
     writer = BodyWriter(
         analysis,
-        CpuTiling(vector_axis=0, blocks=(1,), tiled_axis=None, split_axis=None, chunks=1, grain=1),
+        CpuTiling(0, (1,), tiled_axis=None, split_axis=None, chunks=1, apart=(0,), owner=None, grain=1),
         buffers,
         {name: k for k, name in enumerate(names)},
     )

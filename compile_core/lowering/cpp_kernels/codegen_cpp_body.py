@@ -17,6 +17,7 @@ from gradsplit.compile_core.ir.loops import (
     Access,
     Apply,
     Constant,
+    Gather,
     Load,
     Position,
     Reduce,
@@ -29,7 +30,10 @@ from gradsplit.compile_core.lowering.cpp_kernels import scalar_cpp
 from gradsplit.compile_core.lowering.cpp_kernels.codegen_cpp_reductions import CppReduction
 from gradsplit.compile_core.lowering.nests.order_axes import parallel_axes
 from gradsplit.compile_core.lowering.nests.passes import NestAnalysis, stored_buffers, value_dtypes
-from gradsplit.compile_core.lowering.tiling.tiling_cpp import CpuTiling, is_transposed
+from gradsplit.compile_core.lowering.tiling.tiling_cpp import CpuTiling, axes_apart, is_transposed
+
+# What combines a value with an element of memory.
+_COMBINE = {"sum": "add", "max": "maximum", "min": "minimum"}
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ class BodyWriter:
         }
         self.stored = stored_buffers(self.nest)
         self.staged = self._staged()
+        self._apart = axes_apart(self.nest)
 
     def _staged(self) -> dict[int, tuple[int, str]]:
         """Loads of a transposing nest that go through a copy of their tile: the contiguous axis, and the
@@ -210,9 +215,17 @@ class BodyWriter:
         reductions = [] if self.by_column else [self.reductions[n] for n in numbers if n in self.reductions]
         if any(reduction.is_positional for reduction in reductions):
             return ""
+        if self.tiling.vector_axis not in self._apart and any(map(self._combines_in_loop, numbers)):
+            return ""
         clauses = "".join(reduction.simd_clauses() for reduction in reductions)
         checks = any(_gathers(self.nest.body[n]) for n in numbers)
         return f"#pragma omp simd{clauses}{' reduction(|: bad)' if checks else ''}"
+
+    def _combines_in_loop(self, n: int) -> bool:
+        """Whether a statement combines values with memory at every point along the vectorised axis."""
+        statement = self.nest.body[n]
+        combines = isinstance(statement, Store) and statement.reduction is not None
+        return combines and self.tiling.vector_axis in self.analysis.axes[n]
 
     def _is_of_truth_values(self, value: int) -> bool:
         """Whether an integer is computed from truth values, not only chosen by them."""
@@ -272,7 +285,13 @@ class BodyWriter:
         dtype = self.buffers[statement.access.buffer].dtype
         active = "true" if statement.mask is None else value(statement.mask)
         lines, element = self._element(n, statement.access, active, value)
-        written = scalar_cpp.stored(value(statement.value), self.dtypes[statement.value], dtype)
+        kind = self.dtypes[statement.value]
+        written = scalar_cpp.stored(value(statement.value), kind, dtype)
+        if statement.reduction is not None:
+            held = scalar_cpp.converted(element, dtype, kind)
+            combine = Apply(_COMBINE[statement.reduction], (n, statement.value), kind)
+            both = scalar_cpp.apply(combine, [held, value(statement.value)], [kind, kind])
+            written = scalar_cpp.stored(f"({both})", kind, dtype)
         guard = "" if statement.mask is None else f"if ({active}) "
         return [*lines, f"{guard}{element} = {written};"]
 
@@ -284,14 +303,18 @@ class BodyWriter:
         terms = _terms(access.offset, access.strides)
         lines = []
         for k, gather in enumerate(access.gathers):
-            chosen = f"int64_t({value(gather.value)})"
-            if self._is_of_truth_values(gather.value):
-                chosen = f"not_of_a_vector({chosen})"
-            function = "wrapped_index" if gather.wraps else "checked_index"
-            index = f"{function}({chosen}, {gather.size}LL, {active}, bad)"
+            index = self.checked(gather, value(gather.value), active)
             lines.append(f"const int64_t x{n}_{k} = {index};")
             terms.append(f"x{n}_{k} * {gather.stride}LL")
         return lines, f"p{self.pointers[access.buffer]}[{' + '.join(terms) or '0'}]"
+
+    def checked(self, gather: Gather, value: str, active: str) -> str:
+        """A gathered index, 0 where it is out of range."""
+        chosen = f"int64_t({value})"
+        if self._is_of_truth_values(gather.value):
+            chosen = f"not_of_a_vector({chosen})"
+        function = "wrapped_index" if gather.wraps else "checked_index"
+        return f"{function}({chosen}, {gather.size}LL, {active}, bad)"
 
     def column(self) -> str:
         """The current position in arrays over the unit's columns."""

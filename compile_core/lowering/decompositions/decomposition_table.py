@@ -9,8 +9,8 @@ loops:
 * normalisations compute the variance in two passes, as accurate as eager's, and never divide by a variance
   twice.
 
-What is not listed stays whole: matrix products, convolutions, attention, most pooling, sorting, random numbers and
-scatters run as torch's own kernels.
+What is not listed stays whole: matrix products, convolutions, attention, most pooling, sorting and random numbers run
+as torch's own kernels, and the lowering has rules for the rest.
 """
 
 from __future__ import annotations

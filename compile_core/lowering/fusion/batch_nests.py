@@ -16,7 +16,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from gradsplit.compile_core.ir.loops import LoopNest, LoopProgram, NestBatch, Step, accesses, with_accesses
+from gradsplit.compile_core.ir.loops import (
+    LoopNest,
+    LoopProgram,
+    NestBatch,
+    Step,
+    accesses,
+    combined_buffers,
+    with_accesses,
+)
 from gradsplit.compile_core.ir.step_effects import reads, writes
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 from gradsplit.compile_core.lowering.fusion.overwrite_inputs import cannot_fail
@@ -61,8 +69,8 @@ def batch_key(step: Step, buffers: Mapping[str, TensorSpec]) -> str | None:
         specs = [buffers[name] for name, _ in places.values()]
     elif kinds != {"cpu"} or step.reduced_axes or len(step.extents) > 1:
         return None
-    elif any(access.gathers for access in accesses(step)):
-        # C++ kernels stop at an index that is out of range.
+    elif any(access.gathers for access in accesses(step)) or combined_buffers(step):
+        # C++ kernels stop at an index that is out of range, and threads share a batch's elements by number.
         return None
     space: object = len(step.extents)
     if len(step.extents) > 1 or step.reduced_axes:

@@ -29,6 +29,8 @@ from gradsplit.compile_core.ir.loops import (
     Step,
     Store,
     accesses,
+    additions,
+    combined_buffers,
 )
 from gradsplit.compile_core.ir.step_effects import reads, writes
 from gradsplit.compile_core.lowering.fusion.batch_nests import batch_key
@@ -43,6 +45,7 @@ from gradsplit.compile_core.lowering.nests.body_builder import BodyBuilder
 from gradsplit.compile_core.lowering.nests.change_axes import OtherPointsError, Transplant, simplified
 from gradsplit.compile_core.lowering.nests.live_statements import without_dead_statements
 from gradsplit.compile_core.lowering.nests.match_axes import NoMatchError, axis_terms, match
+from gradsplit.compile_core.lowering.tiling.tiling_cpp import shares_points
 
 # Beyond these, registers and compile time cost more than memory traffic saves.
 _MOST_STATEMENTS = 400
@@ -232,7 +235,9 @@ class _Fusion:
             for other in self.order.direct[second] - {first}:
                 if self.order.must_follow(other, first):
                     raise NoMatchError(f"{_step_name(self.steps[other])} must run between them")
-            joined = self._joined_nest(earlier, later)
+            joined = self._without_unread(self._joined_nest(earlier, later), {first, second})
+            if not shares_points(joined) and self._is_on_cpu(joined):
+                raise NoMatchError("threads share it neither by its points nor by where it adds")
         except (NoMatchError, OtherPointsError) as reason:
             size = self._shared_bytes(earlier, later)
             self.refused[first, second] = Refusal(earlier.name, later.name, size, str(reason))
@@ -241,6 +246,9 @@ class _Fusion:
         return True
 
     def _joined_nest(self, earlier: LoopNest, later: LoopNest) -> LoopNest:
+        touched = (reads(earlier) | writes(earlier)) & (reads(later) | writes(later))
+        if touched & (combined_buffers(earlier) | combined_buffers(later)):
+            raise NoMatchError("what a nest adds up in memory is whole when it has ended")
         if reads(earlier) & writes(later):
             raise NoMatchError("the later one overwrites what the earlier one reads")
         found = match(earlier, later, self.buffer_dtype)
@@ -256,7 +264,10 @@ class _Fusion:
         if len({s.access.buffer for s in body if isinstance(s, (Load, Store))}) > _MOST_BUFFERS:
             raise NoMatchError("the joined nest would touch too many buffers")
         origins = tuple(dict.fromkeys([*earlier.origins, *later.origins]))
-        return LoopNest(later.name, found.extents, found.reduced_axes, body, origins)
+        joined = LoopNest(later.name, found.extents, found.reduced_axes, body, origins)
+        if additions(joined) != additions(earlier) + additions(later):
+            raise NoMatchError("what is added would be added more or less often")
+        return joined
 
     def _saves(self, earlier: LoopNest, later: LoopNest, builder: BodyBuilder) -> bool:
         """Whether any load became unnecessary, or both fill one buffer."""
@@ -274,10 +285,6 @@ class _Fusion:
         for index, touched in ((self.readers, reads), (self.writers, writes)):
             for name in touched(parts[0]) | touched(parts[1]):
                 index[name].difference_update((first, second))
-        loaded = reads(joined)
-        joined = _without_stores(
-            joined, {name for name in writes(joined) if name not in loaded and not self._is_needed(name)}
-        )
         for name in reads(joined):
             self.readers.setdefault(name, set()).add(second)
         for name in writes(joined):
@@ -290,8 +297,15 @@ class _Fusion:
         self.step_at[self.position[second]] = second
         del self.steps[first]
 
-    def _is_needed(self, name: str) -> bool:
-        return name in self.kept or bool(self.readers.get(name))
+    def _without_unread(self, joined: LoopNest, parts: set[int]) -> LoopNest:
+        """A nest joined of two steps, without its stores that no other step reads."""
+        needed = reads(joined) | self.kept
+        return _without_stores(
+            joined, {name for name in writes(joined) - needed if not self.readers.get(name, set()) - parts}
+        )
+
+    def _is_on_cpu(self, nest: LoopNest) -> bool:
+        return all(self.program.buffers[name].device.type == "cpu" for name in writes(nest))
 
 
 def _alive(steps: Sequence[Step], kept: set[str]) -> list[int]:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from gradsplit.compile_core.ir.tensor_spec import compute_dtype
+from gradsplit.compile_core.lowering.graph_to_loops.indexed_places import (
+    IndexedPlaces,
+    places_along,
+    places_at,
+)
 from gradsplit.compile_core.lowering.graph_to_loops.lower_builder import pointwise
 from gradsplit.compile_core.lowering.graph_to_loops.lower_index import Affine, Entry, Index
 from gradsplit.compile_core.lowering.graph_to_loops.lower_values import Cost, Emitter, LazyTensor
@@ -17,8 +23,9 @@ from gradsplit.compile_core.lowering.graph_to_loops.view_rules import flip_reind
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-# Reading rows from all over memory is worth avoiding twice.
+# Reading from all over memory is worth avoiding twice. Rows that are fewer than the times they are read are near.
 _GATHER_OPERATIONS = 20
+_NEAR_ROW_OPERATIONS = 4
 
 # (arguments, keywords, fake result, origin) -> tensor, or None where this call has no rule
 Rule = Callable[[Sequence[Any], Mapping[str, Any], torch.Tensor, str], LazyTensor | None]
@@ -64,69 +71,46 @@ def _arange(args: Sequence[Any], kwargs: Mapping[str, Any], result: torch.Tensor
     return _ramp(start, step, result, origin)
 
 
-def _gather_cost(source: LazyTensor, indices: Sequence[LazyTensor], result: torch.Tensor) -> Cost:
-    cost = _plus([source, *indices], _GATHER_OPERATIONS)
-    return Cost(
-        frozenset((buffer, min(count, result.numel())) for buffer, count in cost.reads),
-        cost.operations,
-        cost.transcendental,
-    )
-
-
 def _index_select(
     args: Sequence[Any], kwargs: Mapping[str, Any], result: torch.Tensor, origin: str
 ) -> LazyTensor | None:
     source, dim, indices = args
     if not source.shape or not indices.shape:
         return None
-    return _gathered(source, [None] * (dim % len(source.shape)) + [indices], result, origin, wraps=False)
+    return _indexed(source, [None] * (dim % len(source.shape)) + [indices], result, origin, wraps=False)
 
 
 def _gather(
     args: Sequence[Any], _: Mapping[str, Any], result: torch.Tensor, origin: str
 ) -> LazyTensor | None:
     source, dim, indices = args[:3]
-    if not source.numel or not source.shape or not indices.shape:
-        return None
-    dim %= len(source.shape)
-
-    def emit(emitter: Emitter, index: Index) -> int:
-        entry = emitter.indirect(emitter.element(indices, index), source.shape[dim], wraps=False)
-        return emitter.gathered(source, (*index[:dim], entry, *index[dim + 1 :]))
-
-    return pointwise(result, origin, emit, _gather_cost(source, [indices], result))
+    return _gathered(source, places_along(source.shape, dim, indices), result, origin)
 
 
-def _gathered(
+def _indexed(
     source: LazyTensor,
     indices: Sequence[LazyTensor | None],
     result: torch.Tensor,
     origin: str,
     wraps: bool,
 ) -> LazyTensor | None:
-    """The elements at the indices that dims have; torch's kernels raise where there is none."""
-    if not source.numel:
+    return _gathered(source, places_at(source.shape, indices, wraps), result, origin)
+
+
+def _gathered(
+    source: LazyTensor, places: IndexedPlaces | None, result: torch.Tensor, origin: str
+) -> LazyTensor | None:
+    """The elements at places; torch's kernels raise where there is none."""
+    if not source.numel or places is None:
         return None
-    used = {d: tensor for d, tensor in enumerate(indices) if tensor is not None}
-    if any(tensor.dtype in (torch.bool, torch.uint8) for tensor in used.values()):
-        return None
-    broadcast = torch.broadcast_shapes(*(tensor.shape for tensor in used.values()))
-    first, last = min(used), max(used)
-    if last - first >= len(used):
-        first = 0  # dims between them are not indexed, so what is chosen comes first
+    is_near = places.are_rows and source.numel < result.numel()
+    cost = _plus([source, *places.indices], _NEAR_ROW_OPERATIONS if is_near else _GATHER_OPERATIONS)
+    reads = frozenset((buffer, min(count, result.numel())) for buffer, count in cost.reads)
 
     def emit(emitter: Emitter, index: Index) -> int:
-        chosen = index[first : first + len(broadcast)]
-        rest = iter((*index[:first], *index[first + len(broadcast) :]))
-        entries = [
-            emitter.indirect(emitter.broadcast(used[d], chosen), source.shape[d], wraps)
-            if d in used
-            else next(rest)
-            for d in range(len(source.shape))
-        ]
-        return emitter.gathered(source, tuple(entries))
+        return emitter.gathered(source, places.entries(emitter, index))
 
-    return pointwise(result, origin, emit, _gather_cost(source, list(used.values()), result))
+    return pointwise(result, origin, emit, replace(cost, reads=reads))
 
 
 def _inside(emitter: Emitter, entry: Entry, start: int, stop: int, size: int) -> int:
@@ -249,14 +233,14 @@ INDEX_RULES: Mapping[torch._ops.OpOverload, Rule] = {
         kwargs.get("start", 0), kwargs.get("step", 1), result, origin
     ),
     **RANDOM_RULES,
-    aten.embedding.default: lambda args, _, result, origin: _gathered(
+    aten.embedding.default: lambda args, _, result, origin: _indexed(
         args[0], [args[1]], result, origin, wraps=False
     ),
     aten.index_select.default: _index_select,
     aten.gather.default: _gather,
     **dict.fromkeys(
         (aten.index.Tensor, aten._unsafe_index.Tensor),
-        lambda args, _, result, origin: _gathered(args[0], args[1], result, origin, wraps=True),
+        lambda args, _, result, origin: _indexed(args[0], args[1], result, origin, wraps=True),
     ),
     aten.constant_pad_nd.default: _constant_pad,
     aten.slice_scatter.default: _slice_scatter,

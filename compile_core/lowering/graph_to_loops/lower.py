@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.loops import LoopProgram, View
+from gradsplit.compile_core.ir.scatters import combines_at_indices
 from gradsplit.compile_core.ir.schedule import Compute
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec, compute_dtype
 from gradsplit.compile_core.lowering.graph_to_loops.index_rules import INDEX_RULES
@@ -57,6 +58,7 @@ from gradsplit.compile_core.lowering.graph_to_loops.scalar_rules import (
     operand_dtype,
     scalar_rule,
 )
+from gradsplit.compile_core.lowering.graph_to_loops.scatter_rules import lower_scatter
 from gradsplit.compile_core.lowering.graph_to_loops.view_rules import (
     SPLITTING_VIEWS,
     VIEWS,
@@ -229,6 +231,10 @@ class _Lowering:
                     return self._settle(node, result)
             elif is_reduction(node.target):
                 return self._reduction(node, args, kwargs)
+            elif combines_at_indices(node):
+                result = lower_scatter(self.builder, self.plan, node, args, kwargs)
+                if result is not None:
+                    return self._settle(node, result)
             elif node.target is aten.cat.default:
                 return self.concatenations.lower(node, args)
             elif node.target in POOLING:

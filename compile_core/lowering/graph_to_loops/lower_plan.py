@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from gradsplit.compile_core.ir.loops import View
 from gradsplit.compile_core.ir.row_chunks import AFTER, WIDE_PRODUCT
+from gradsplit.compile_core.ir.scatters import combines_at_indices
 from gradsplit.compile_core.lowering.graph_to_loops.extern_rules import IN_PLACE_VARIANTS, scalar_factor
 from gradsplit.compile_core.lowering.graph_to_loops.index_rules import INDEX_RULES, SHAPE_READERS
 from gradsplit.compile_core.lowering.graph_to_loops.lower_pooling import POOLING
@@ -96,7 +97,7 @@ def _use_kind(node: torch.fx.Node) -> str:
         return INLINE
     if is_reduction(target):
         return MEMORY if _is_extremum_of_nothing(node) else NEST
-    if target is aten.cat.default or target in POOLING:
+    if target is aten.cat.default or target in POOLING or combines_at_indices(node):
         return NEST
     return MEMORY
 
@@ -213,7 +214,7 @@ def _note_uses(user: torch.fx.Node, plan: GraphPlan) -> None:
         plan.add_readers(argument, readers)
         reaches = plan.widest_user.get(user, 0) if kind == RE_INDEX else numel_of(user)
         if kind == NEST:
-            reaches = numel_of(argument)
+            reaches = max(map(numel_of, user.all_input_nodes))
         plan.widest_user[argument] = max(plan.widest_user.get(argument, 0), reaches)
         if kind == MEMORY:
             if not _is_only_copied(user, argument):

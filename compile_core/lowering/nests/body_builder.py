@@ -114,8 +114,10 @@ class BodyBuilder:
     def reduce(self, operation: str, argument: int, dtype: torch.dtype) -> int:
         return self.add(Reduce(operation, argument, dtype))
 
-    def store(self, access: Access, value: int, mask: int | None = None) -> None:
-        self.add(Store(access, value, mask))
+    def store(
+        self, access: Access, value: int, mask: int | None = None, reduction: str | None = None
+    ) -> None:
+        self.add(Store(access, value, mask, reduction))
 
     def constant_of(self, value: int) -> float | int | bool | None:
         statement = self.statements[value]

@@ -23,6 +23,8 @@ from gradsplit.compile_core.ir.loops import (
     Statement,
     Store,
     accesses,
+    combined_buffers,
+    varied_axes,
 )
 from gradsplit.compile_core.lowering.nests.body_builder import BodyBuilder
 from gradsplit.compile_core.lowering.nests.live_statements import without_dead_statements
@@ -70,8 +72,9 @@ class Transplant:
         mask = None if statement.mask is None else values[statement.mask]
         if isinstance(statement, Store):
             value = values[statement.value]
-            builder.store(access, value, mask)
-            self.stored.setdefault(access.buffer, []).append((access, value if mask is None else None))
+            builder.store(access, value, mask, statement.reduction)
+            is_known = mask is None and statement.reduction is None
+            self.stored.setdefault(access.buffer, []).append((access, value if is_known else None))
             return -1
         if access.buffer in self.stored:
             return self._forward(access, statement, mask)
@@ -147,8 +150,9 @@ def simplified(nest: LoopNest, buffer_dtype: BufferDtype) -> LoopNest:
     Parallel and reduced axes are each sorted by the strides of the accesses, the ones that move most elements
     first, so that the innermost axis has unit stride wherever there is a choice.
     """
-    if not any(isinstance(statement, Reduce) for statement in nest.body):
-        nest = replace(nest, reduced_axes=0)  # the reduction was dead
+    if not any(isinstance(statement, Reduce) for statement in nest.body) and not combined_buffers(nest):
+        # The reduction was dead. (What is combined once a row must not be at each of its points.)
+        nest = replace(nest, reduced_axes=0)
     rank, parallel = len(nest.extents), len(nest.extents) - nest.reduced_axes
     keep_reduced = _finds_position(nest)
     kept = [a for a in range(rank) if nest.extents[a] != 1 or (keep_reduced and a >= parallel)]
@@ -169,11 +173,12 @@ def simplified(nest: LoopNest, buffer_dtype: BufferDtype) -> LoopNest:
                     break
             if merged:
                 break
-    weights = [prod(nest.extents[a] for a in range(rank) if access.strides[a]) for access in walked]
+    reach_of = {axis: [steps[axis] for steps in reaches(nest)] for axis in kept}
+    weights = [prod(nest.extents[a] for a in kept if reach_of[a][n]) for n in range(len(walked))]
     heavy_first = sorted(range(len(walked)), key=lambda n: (-weights[n], is_load[n]))
 
     def order(axis: int) -> tuple[int, ...]:
-        return tuple(-abs(stride_of[axis][n]) for n in heavy_first)
+        return tuple(-abs(reach_of[axis][n]) for n in heavy_first)
 
     final = sorted((a for a in extents if a < parallel), key=order)
     reduced = sorted((a for a in extents if a >= parallel), key=order)
@@ -181,6 +186,18 @@ def simplified(nest: LoopNest, buffer_dtype: BufferDtype) -> LoopNest:
     axes = [[(places[axis], 1)] if axis in places else [] for axis in range(rank)]
     new_extents = [extents[axis] for axis in [*final, *reduced]]
     return remapped(nest, new_extents, len(reduced), axes, buffer_dtype)
+
+
+def reaches(nest: LoopNest) -> list[tuple[int, ...]]:
+    """For each load and store how far a step along each axis moves it, at least if a gathered index moves there."""
+    varied = varied_axes(nest)
+    return [
+        tuple(
+            stride or max((abs(g.stride) for g in access.gathers if axis in varied[g.value]), default=0)
+            for axis, stride in enumerate(access.strides)
+        )
+        for access in accesses(nest)
+    ]
 
 
 def _walk_as_one(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from gradsplit.compile_core.ir.loops import Access, Apply, Load, Reduce, Statement, Store, operands
@@ -14,15 +14,25 @@ def without_dead_statements(body: Sequence[Statement]) -> tuple[Statement, ...]:
     return only_statements(body, live)
 
 
+def needed_statements(
+    body: Sequence[Statement], results: Iterable[int], known: Collection[int] = ()
+) -> list[int]:
+    """``results`` and the statements that they depend on, down to the ``known`` ones, which are included."""
+    needed = set(results)
+    pending = [number for number in needed if number not in known]
+    while pending:
+        for operand in operands(body[pending.pop()]):
+            if operand not in needed:
+                needed.add(operand)
+                if operand not in known:
+                    pending.append(operand)
+    return sorted(needed)
+
+
 def live_statements(body: Sequence[Statement], results: Iterable[int] = ()) -> list[int]:
     """The statements that stores and ``results`` depend on, these included."""
-    needed = set(results)
-    for number in range(len(body) - 1, -1, -1):
-        statement = body[number]
-        if number in needed or isinstance(statement, Store):
-            needed.add(number)
-            needed.update(operands(statement))
-    return sorted(needed)
+    stores = (number for number, statement in enumerate(body) if isinstance(statement, Store))
+    return needed_statements(body, [*results, *stores])
 
 
 def only_statements(body: Sequence[Statement], kept: Sequence[int]) -> tuple[Statement, ...]:
@@ -43,7 +53,7 @@ def renumbered(statement: Statement, number: Mapping[int, int]) -> Statement:
             return replace(statement, access=regathered(access, number), mask=mask)
         case Store(access=access, value=value, mask=mask):
             mask = None if mask is None else number[mask]
-            return Store(regathered(access, number), number[value], mask)
+            return replace(statement, access=regathered(access, number), value=number[value], mask=mask)
         case _:
             return statement
 

@@ -6,14 +6,31 @@ transposing nest, where square tiles keep both sides in the first-level cache. W
 occupy threads and the reduced space is large, each pass is instead split along a reduced axis and its partial
 results are combined in order; the number of chunks depends on the shapes only, so results do not depend on
 the number of threads.
+
+Values that a nest combines with elements of memory must not meet there, one thread's and another's. Threads share the
+units of those axes along which none meet. If these are few, or there is none, as where rows are added at indices,
+each thread has a range of the index instead: it goes through all units, and does those whose index lies in its range,
+with all else that they store.
+Either way an element's values come in the order of the points, whatever the number of threads.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
-from gradsplit.compile_core.ir.loops import Access, LoopNest, accesses
+from gradsplit.compile_core.ir.loops import (
+    Access,
+    Gather,
+    LoopNest,
+    Reduce,
+    Store,
+    accesses,
+    combined_buffers,
+    varied_axes,
+)
+from gradsplit.compile_core.lowering.nests.live_statements import needed_statements
 from gradsplit.compile_core.lowering.nests.order_axes import parallel_axes, points
 from gradsplit.compile_core.lowering.nests.passes import statement_cost
 
@@ -35,7 +52,9 @@ class CpuTiling:
         tiled_axis: the second axis of a transposing nest's tiles, or ``None``.
         split_axis: the reduced axis along which passes are split, or ``None``.
         chunks: into how many parts.
-        grain: the fewest units that a thread is worth.
+        apart: the parallel axes whose units threads share.
+        owner: the index whose range threads share instead.
+        grain: the fewest units, or values of the index, that a thread is worth.
     """
 
     vector_axis: int | None
@@ -43,6 +62,8 @@ class CpuTiling:
     tiled_axis: int | None
     split_axis: int | None
     chunks: int
+    apart: tuple[int, ...]
+    owner: Gather | None
     grain: int
 
 
@@ -50,7 +71,7 @@ def tile_for_cpu(nest: LoopNest) -> CpuTiling:
     """Chooses the tiling of a nest that ``simplify`` returned."""
     parallel = parallel_axes(nest)
     if not nest.extents:
-        return CpuTiling(None, (), None, None, 1, 1)
+        return CpuTiling(None, (), None, None, 1, (), None, 1)
     vector_axis = _vector_axis(nest)
     blocks = [1] * parallel
     tiled = None
@@ -60,18 +81,75 @@ def tile_for_cpu(nest: LoopNest) -> CpuTiling:
         if tiled is not None:
             blocks[tiled] = min(_TILE, nest.extents[tiled])
             blocks[vector_axis] = min(_TILE, nest.extents[vector_axis])
-    units = prod(-(-extent // block) for extent, block in zip(nest.extents, blocks, strict=False))
+    counts = [-(-extent // block) for extent, block in zip(nest.extents, blocks, strict=False)]
+    units = prod(counts)
+    combines = bool(combined_buffers(nest))
     split_axis, chunks = None, 1
-    if nest.reduced_axes and units < _FEW_UNITS and points(nest) >= _SPLIT_POINTS:
+    if nest.reduced_axes and not combines and units < _FEW_UNITS and points(nest) >= _SPLIT_POINTS:
         split_axis = max(range(parallel, len(nest.extents)), key=lambda axis: nest.extents[axis])
         shortest = 4096 if split_axis == vector_axis else 8
         chunks = max(1, min(_MOST_CHUNKS, nest.extents[split_axis] // shortest))
         split_axis = split_axis if chunks > 1 else None
-    cost = sum(statement_cost(statement) for statement in nest.body)
-    cost_of_unit = max(1, points(nest) * cost // (4 * max(1, units)))
-    return CpuTiling(
-        vector_axis, tuple(blocks), tiled, split_axis, chunks, max(1, GRAIN_COST // cost_of_unit)
+    apart = tuple(sorted(axes_apart(nest) & set(range(parallel))))
+    shared, owner = prod(counts[axis] for axis in apart), None
+    if shared < min(units, _FEW_UNITS):
+        owner = owner_of(nest)
+        covered = {
+            *range(parallel, len(nest.extents)),
+            *(axis for axis in range(parallel) if blocks[axis] > 1),
+        }
+        if owner is not None and varied_axes(nest)[owner.value] & covered:
+            owner = None
+    cost = points(nest) * sum(statement_cost(statement) for statement in nest.body) // 4
+    cost_of_share = max(1, cost // max(1, shared if owner is None else owner.size))
+    grain = max(1, GRAIN_COST // cost_of_share)
+    return CpuTiling(vector_axis, tuple(blocks), tiled, split_axis, chunks, apart, owner, grain)
+
+
+def axes_apart(nest: LoopNest) -> frozenset[int]:
+    """The axes along which no two points combine values with one element: addresses move, and gathered indices do
+    not."""
+    combining = _combining(nest)
+    varied = varied_axes(nest) if combining else []
+    return frozenset(
+        axis
+        for axis in range(len(nest.extents))
+        if all(_moves_alone(store.access, axis, varied) for store in combining)
     )
+
+
+def owner_of(nest: LoopNest) -> Gather | None:
+    """The gathered index that all stores which combine values have; where it differs, so do the elements."""
+    combining = _combining(nest)
+    owners = {replace(gather, stride=0) for store in combining for gather in store.access.gathers[:1]}
+    # Under a mask an index may be anything.
+    if len(owners) != 1 or any(store.mask is not None or not store.access.gathers for store in combining):
+        return None
+    (owner,) = owners
+    needed = needed_statements(nest.body, [owner.value])
+    return None if any(isinstance(nest.body[n], Reduce) for n in needed) else owner
+
+
+def shares_points(nest: LoopNest) -> bool:
+    """Whether threads may share all that a nest does, by its points or by where it combines values."""
+    parallel = frozenset(range(parallel_axes(nest)))
+    if not _combining(nest) or (not nest.reduced_axes and parallel <= axes_apart(nest)):
+        return True
+    owner, last = owner_of(nest), len(nest.extents) - 1
+    if owner is None:
+        return False
+    owned = varied_axes(nest)[owner.value]
+    only_combines = all(s.reduction is not None for s in nest.body if isinstance(s, Store))
+    return owned <= parallel and (only_combines or last not in owned)
+
+
+def _combining(nest: LoopNest) -> list[Store]:
+    return [s for s in nest.body if isinstance(s, Store) and s.reduction is not None]
+
+
+def _moves_alone(access: Access, axis: int, varied: Sequence[frozenset[int]]) -> bool:
+    """Whether an address moves along an axis, and no gathered index does."""
+    return bool(access.strides[axis]) and not any(axis in varied[gather.value] for gather in access.gathers)
 
 
 def _vector_axis(nest: LoopNest) -> int:

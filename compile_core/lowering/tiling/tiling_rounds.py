@@ -17,9 +17,9 @@ from math import prod
 
 import torch
 
-from gradsplit.compile_core.ir.loops import Access, Apply, Load, LoopNest, Reduce, Statement, Store, operands
+from gradsplit.compile_core.ir.loops import Access, Apply, Load, LoopNest, Reduce, Statement, Store
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
-from gradsplit.compile_core.lowering.nests.live_statements import renumbered
+from gradsplit.compile_core.lowering.nests.live_statements import needed_statements, renumbered
 from gradsplit.compile_core.lowering.nests.order_axes import parallel_axes
 from gradsplit.compile_core.lowering.nests.passes import NestAnalysis, analyse
 
@@ -48,7 +48,7 @@ def split_rounds(
         }
         stored = _stored_values(analysis, [n for p in analysis.passes[:index] for n in p.stores], buffers)
         places |= {n: stored[n] for n in _worth_reading(analysis, sinks, set(places), stored)}
-        wanted = _closure(nest, sinks, set(places))
+        wanted = needed_statements(nest.body, sinks, places)
         bodies.append(_body(nest, wanted, places, {n: Access(_result(nest, n), strides) for n in due}))
         read_later |= {n for n in wanted if n in places and n not in stored}
     nests: list[LoopNest] = []
@@ -83,19 +83,6 @@ def has_several_rounds(analysis: NestAnalysis) -> bool:
     return sum(step.walks for step in analysis.passes) > 1
 
 
-def _closure(nest: LoopNest, sinks: Iterable[int], known: set[int]) -> list[int]:
-    """The statements that ``sinks`` need, down to the results in ``known``, which are included."""
-    wanted = set(sinks)
-    pending = list(wanted)
-    while pending:
-        for operand in operands(nest.body[pending.pop()]):
-            if operand not in wanted:
-                wanted.add(operand)
-                if operand not in known:
-                    pending.append(operand)
-    return sorted(wanted)
-
-
 def _stored_values(
     analysis: NestAnalysis, stores: Iterable[int], buffers: Mapping[str, TensorSpec]
 ) -> dict[int, Access]:
@@ -106,7 +93,9 @@ def _stored_values(
     for n in stores:
         store = body[n]
         assert isinstance(store, Store)
-        if store.mask is not None or store.access.gathers or targets.count(store.access.buffer) > 1:
+        if store.mask is not None or store.reduction is not None or store.access.gathers:
+            continue
+        if targets.count(store.access.buffer) > 1:
             continue
         dtype = buffers[store.access.buffer].dtype
         for value, statement in enumerate(body):
@@ -126,7 +115,7 @@ def _worth_reading(
     worth: set[int] = set()
 
     def loads(known: set[int]) -> int:
-        wanted = _closure(analysis.nest, sinks, known)
+        wanted = needed_statements(analysis.nest.body, sinks, known)
         body = analysis.nest.body
         return sum(analysis.walks_with(n) and (n in worth or isinstance(body[n], Load)) for n in wanted)
 

@@ -9,7 +9,7 @@ inside one kernel, see ``tiling_cpp.py``.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -28,11 +28,10 @@ from gradsplit.compile_core.ir.loops import (
     Statement,
     Step,
     Store,
-    operands,
 )
 from gradsplit.compile_core.ir.step_effects import reads
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
-from gradsplit.compile_core.lowering.nests.live_statements import regathered, renumbered
+from gradsplit.compile_core.lowering.nests.live_statements import needed_statements, regathered, renumbered
 from gradsplit.compile_core.lowering.nests.order_axes import parallel_axes, simplify
 from gradsplit.compile_core.lowering.nests.passes import NestAnalysis, analyse, buffers_of, stored_buffers
 from gradsplit.compile_core.lowering.tiling.one_walk_variances import (
@@ -211,23 +210,12 @@ class ReductionSplit:
         extents = (*self.nest.extents[: self.parallel], self.chunks)
         return LoopNest(self.nest.name, extents, 1, self._second_body(), self.nest.origins)
 
-    def _wanted(self, sinks: Iterable[int], stop_at: Iterable[int] = ()) -> list[int]:
-        wanted, stops = set(sinks), set(stop_at)
-        pending = list(wanted - stops)
-        while pending:
-            for operand in operands(self.nest.body[pending.pop()]):
-                if operand not in wanted:
-                    wanted.add(operand)
-                    if operand not in stops:
-                        pending.append(operand)
-        return sorted(wanted)
-
     def first_statements(self) -> list[int]:
         """Those that the first nest has: the reductions, what is stored at every point, and what these need."""
         walking = [
             n for n, s in enumerate(self.nest.body) if isinstance(s, Store) and self.analysis.walks_with(n)
         ]
-        return self._wanted((*self.partials, *walking))
+        return needed_statements(self.nest.body, (*self.partials, *walking))
 
     def _first_body(self) -> tuple[Statement, ...]:
         body: list[Statement] = []
@@ -259,7 +247,7 @@ class ReductionSplit:
                     number[n] = add(replace(statement, access=self._moved(access, number), mask=mask))
                 case Store(access=access, value=value, mask=mask):
                     moved = self._moved(access, number)
-                    number[n] = add(Store(moved, number[value], masked(mask)))
+                    number[n] = add(replace(statement, access=moved, value=number[value], mask=masked(mask)))
                 case Position(strides=strides):
                     number[n] = add(replace(statement, strides=self._with_chunk(strides)))
                 case Reduce(operation=operation, argument=argument, dtype=dtype):
@@ -290,7 +278,7 @@ class ReductionSplit:
             for s in self.nest.body
             if isinstance(s, Reduce) and s.operation == "deviations"
         ]
-        for n in self._wanted([*stores, *totals], stop_at=self.partials):
+        for n in needed_statements(self.nest.body, [*stores, *totals], self.partials):
             statement = self.nest.body[n]
             if isinstance(statement, Reduce):
                 if statement.operation == "deviations":

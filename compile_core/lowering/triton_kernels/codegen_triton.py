@@ -379,7 +379,12 @@ class TritonWriter:
             number = rounded.arguments[0]  # the store rounds
         value = scalar_triton.stored(f"v{number}", self.dtypes[number], memory)
         mask = f", mask={' & '.join(masks)}" if masks else ""
-        return [*lines, f"tl.store({self.pointer(access.buffer)} + {address}, {value}{mask})"]
+        place = f"{self.pointer(access.buffer)} + {address}"
+        if statement.reduction is None:
+            return [*lines, f"tl.store({place}, {value}{mask})"]
+        assert statement.reduction == "sum", "only kernels for CPUs find extrema in memory"
+        # In what order they come is not said, nor does anybody in the kernel read what they leave.
+        return [*lines, f"tl.atomic_add({place}, {value}{mask}, sem='relaxed')"]
 
     def _terms(self, strides: Sequence[int]) -> list[str]:
         return [term for side in self.sides for term in side.terms(strides)]
