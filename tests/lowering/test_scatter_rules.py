@@ -274,7 +274,7 @@ class GraphNetwork(nn.Module):
                 (h[source] - h[target]).relu() * weight if self.kind == "differences" else h[source] * weight
             )
             if self.kind == "attention":
-                scores = (h[source] * h[target]).sum(1, keepdim=True).exp()
+                scores = (h[source] * h[target]).mean(1, keepdim=True).exp()
                 total = torch.zeros_like(h[:, :1]).index_add(0, target, scores)
                 message = message * (scores / total[target])
             h = norm(layer(torch.zeros_like(h).index_add_(0, target, message) / (count + 1))).relu() + h
