@@ -71,3 +71,22 @@ def test_it_has_the_history_of_what_was_stored(program: Any, is_view: bool, back
     plain = outcome(program, is_view)
     for _ in range(2):
         torch.testing.assert_close(outcome(compiled, is_view), plain)
+
+
+def scale_and_go_on(out: torch.Tensor, weight: torch.Tensor) -> Any:
+    out.mul_(weight[0])
+    double = out * 2
+    return double, double.sin() * weight[0]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "triton"])
+def test_results_made_of_it_are_linked(backend: str) -> None:
+    """The graph is cut after the change, and each piece sees the input as it is by then."""
+    compiled = gradsplit.compile(scale_and_go_on, backend=backend, options={"linked_results": True})
+    found = []
+    for program in (scale_and_go_on, compiled):
+        torch.manual_seed(0)
+        out, weight = torch.randn(4, 3), torch.randn(4, 3, requires_grad=True)
+        double, last = program(out, weight)
+        found.append(torch.autograd.grad(last.sum() + out.sum(), [double, out, weight]))
+    torch.testing.assert_close(*found)

@@ -40,7 +40,7 @@ def cut_at_results(module: GraphModule, examples: Sequence[Any]) -> list[Piece]:
     ends = {
         points.changed_at.get(node, position_of.get(node, -1))
         for node in parents
-        if _has_heirs(node, results)
+        if points.needs_gradient(node) and _has_heirs(node, results)
     }
     if not ends:
         return [Piece(module, _names(placeholders), _names(output.args[0]))]
@@ -53,7 +53,7 @@ def cut_at_results(module: GraphModule, examples: Sequence[Any]) -> list[Piece]:
             raise Unsupported(
                 "linked-results", f"{node} gets another shape after results were computed from it"
             )
-    return cut_graph(module, place_of)
+    return cut_graph(module, place_of, points.examples(place_of, examples))
 
 
 def _names(nodes: Sequence[Node]) -> tuple[str, ...]:
@@ -69,11 +69,11 @@ def _check_passable(node: Node) -> None:
 
 
 def _has_heirs(result: Node, results: set[Node]) -> bool:
-    """Whether gradients flow into it from another result. In its own memory that is made as a view of it, if it is no
-    view itself."""
+    """Whether gradients flow from another result into this one, which requires them. In its own memory that is made as
+    a view of it, if it is no view itself."""
     value = result.meta["example_value"]
     seen = {result}
-    waiting = [result] if value.requires_grad else []
+    waiting = [result]
     while waiting:
         for user in waiting.pop().users:
             if user in seen or user.op == "output":

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,23 +72,28 @@ class CutPoints:
             place_of[node] = place_of[whole] if is_item else place
         return place_of
 
-    def examples(self, place_of: Mapping[Node, int], examples: Sequence[Any]) -> dict[Node, Any]:
-        """What a piece's inputs look like: as ``values``, but for the whole graph's inputs until they are changed.
+    def examples(self, place_of: Mapping[Node, int], examples: Sequence[Any]) -> Callable[[Node, int], Any]:
+        """What a piece's inputs look like, by node and the piece's place: as ``values``, but for the whole graph's
+        inputs until they are changed.
 
         Raises:
-            Unsupported: an input gets another shape or a history in autograd by its change, and is used in a piece
-                beside that which changes it.
+            Unsupported: an input gets another shape by its change, and is used in a piece beside that which changes it.
         """
-        found = dict(self.values)
-        placeholders = [node for node in found if node.op == "placeholder"]
-        for node, example in zip(placeholders, examples, strict=True):
-            found[node] = example
+        placeholders = [node for node in self.values if node.op == "placeholder"]
+        given = dict(zip(placeholders, examples, strict=True))
+        for node in placeholders:
             at = self.changed_at.get(node)
-            if at is None or _kind(self.values[node]) == _kind(example):
+            if at is None or _kind(self.values[node])[:2] == _kind(given[node])[:2]:
                 continue
             if any(place_of.get(user, 0) != place_of[self.nodes[at]] for user in node.users):
-                raise Unsupported("cut", f"{node} gets another shape, or a history, in a program that is cut")
-        return found
+                raise Unsupported("cut", f"{node} gets another shape in a program that is cut")
+
+        def example(node: Node, place: int) -> Any:
+            at = self.changed_at.get(node)
+            is_as_given = node in given and (at is None or place <= place_of[self.nodes[at]])
+            return given[node] if is_as_given else self.values[node]
+
+        return example
 
 
 def find_cut_points(module: GraphModule, examples: Sequence[Any]) -> CutPoints:

@@ -102,13 +102,13 @@ def link_pieces(
 
 
 def cut_graph(
-    module: GraphModule, place_of: Mapping[Node, int], examples: Mapping[Node, Any] | None = None
+    module: GraphModule, place_of: Mapping[Node, int], example_of: Callable[[Node, int], Any]
 ) -> list[Piece]:
     """The pieces of a graph in order.
 
     Args:
         place_of: the piece of each node that calls something. The nodes of a piece need no later one's results.
-        examples: what a piece's inputs look like where that is not what the node's ``meta["example_value"]`` says.
+        example_of: what an input of the piece at a place looks like.
 
     Raises:
         Unsupported: something that is neither a tensor nor a number passes from one piece to another.
@@ -116,7 +116,7 @@ def cut_graph(
     (output,) = module.graph.find_nodes(op="output")
     results = set(output.args[0])
     places = sorted(set(place_of.values()))
-    pieces = [_PieceWriter(module, place_of, place, results, examples or {}).write() for place in places]
+    pieces = [_PieceWriter(module, place_of, place, results, example_of).write() for place in places]
     return _with_forgotten(pieces, {node.name for node in results})
 
 
@@ -153,13 +153,13 @@ class _PieceWriter:
         place_of: Mapping[Node, int],
         place: int,
         results: set[Node],
-        examples: Mapping[Node, Any],
+        example_of: Callable[[Node, int], Any],
     ) -> None:
         self._module = module
         self._place_of = place_of
         self._place = place
         self._results = results
-        self._examples = examples
+        self._example_of = example_of
         self._graph = Graph()
         self._copies: dict[Node, Any] = {}
         self._symbols: dict[sympy.Symbol, Node] = {}
@@ -192,7 +192,7 @@ class _PieceWriter:
         return Piece(module, tuple(self._inputs), tuple(node.name for node in outputs))
 
     def _example(self, node: Node) -> Any:
-        return self._examples.get(node, node.meta["example_value"])
+        return self._example_of(node, self._place)
 
     def _is_passed(self, node: Node) -> bool:
         return node.op == "placeholder" or isinstance(node.meta["example_value"], torch.Tensor)

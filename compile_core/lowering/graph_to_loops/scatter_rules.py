@@ -105,7 +105,8 @@ def lower_scatter(
         is_given = scatter.values.located() is not None and node.target is not aten.index_put.default
         if is_given or scatter.reduction != "sum":
             return None
-    dtype = _WIDER[fake.dtype] if fake.dtype in _WIDER else fake.dtype
+    narrow: torch.dtype = fake.dtype
+    dtype = _WIDER.get(narrow, narrow)
     view = _filled(builder, plan, node, scatter.base, dtype)
     _add(builder, view, scatter, node.name)
     sums = builder.in_memory(view, tuple(fake.stride()), node.name)
