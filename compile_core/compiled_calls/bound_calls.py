@@ -18,7 +18,6 @@ _UNUSED_DEFAULT: Any = object()
 def dispatch_function(
     target: Target,
     table: EntryTable,
-    call_plain: Callable[..., Any],
     miss: Callable[[tuple[Any, ...]], Any],
 ) -> types.FunctionType:
     """Walks the table, and calls ``miss`` with the frame's arguments where no entry fits."""
@@ -42,7 +41,6 @@ def dispatch_function(
     )
     constants = {
         "_gs_table": table,
-        "_gs_plain": call_plain,
         "_gs_move_to_front": table.move_to_front,
         "_gs_miss": miss,
         "_gs_default": _UNUSED_DEFAULT,

@@ -149,7 +149,7 @@ class CompiledCode:
             self._call_plain: Callable[..., Any] = plain_function(target, called)
         else:
             self._call_plain = plain_call(target.function, target.cells_argument)
-        self.call = dispatch_function(target, self._table, self._call_plain, self._miss)
+        self.call = dispatch_function(target, self._table, self._miss)
         _living.add(self)
 
     def reset(self) -> None:

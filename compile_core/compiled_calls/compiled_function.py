@@ -109,7 +109,7 @@ class CompiledFunction(Compiled):
         def miss(arguments: tuple[Any, ...]) -> Any:
             return code.call_missed(arguments, call_plain, table, form.history)
 
-        dispatch = dispatch_function(target, table, call_plain, miss)
+        dispatch = dispatch_function(target, table, miss)
         form = _Form(target, CalledCode(target.function), code, table, dispatch, self._new_history(target))
         self._forms = [form, *self._forms[: _MOST_FORMS - 1]]
         self._use(form)

@@ -159,7 +159,7 @@ class PipelineLayout:
         Raises:
             ValueError: a text is none over the call.
         """
-        args, kwargs = build(self.call, [SimpleNamespace(shape=tuple(shape)) for shape in shapes])
+        args, kwargs = self._call_with(shapes)
 
         def value(size: int | str) -> int:
             return size if isinstance(size, int) else compile_condition(size)(args, kwargs)
@@ -176,8 +176,12 @@ class PipelineLayout:
 
     def broken_condition(self, shapes: Sequence[Sequence[int]]) -> str:
         """What must hold of the sizes of a call and does not hold of these, or ""."""
-        args, kwargs = build(self.call, [SimpleNamespace(shape=tuple(shape)) for shape in shapes])
+        args, kwargs = self._call_with(shapes)
         return next((text for text in self.conditions if not compile_condition(text)(args, kwargs)), "")
+
+    def _call_with(self, shapes: Sequence[Sequence[int]]) -> tuple[Any, Any]:
+        """Arguments of these shapes for the texts, which read nothing else of them."""
+        return build(self.call, [SimpleNamespace(shape=tuple(shape)) for shape in shapes])
 
     def as_data(self) -> dict[str, Any]:
         """What JSON can hold."""

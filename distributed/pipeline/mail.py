@@ -11,7 +11,7 @@ edges of a microbatch by their positions; each message brings its name along, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -73,8 +73,9 @@ class Mail:
         self._rank_of: dict[int, int] | None = None
         self._names: dict[Message, torch.Tensor] = {}
 
-    def open_lanes(self, lanes: Sequence[Lane], rank_of: Mapping[int, int], device: torch.device) -> None:
-        """Makes their communicators, once for all steps in which stages are on these ranks; all ranks call it alike.
+    def open_lanes(self, layout: PipelineLayout, rank_of: Mapping[int, int], device: torch.device) -> None:
+        """Makes communicators for the lanes, once for all steps in which stages are on these ranks; all ranks call it
+        alike.
 
         Args:
             rank_of: by stage, its rank in the group.
@@ -85,6 +86,7 @@ class Mail:
         if self._has_tags or self._rank_of == rank_of:
             return
         self._groups, self._rank_of = {}, dict(rank_of)
+        lanes = lanes_of(layout)
         everyone: Any = dist.group.WORLD
         group = self._group or everyone
         in_a_part = dist.get_world_size(group) < dist.get_world_size()
@@ -108,11 +110,11 @@ class Mail:
                 self._groups[lane] = made
                 # NCCL connects two ranks for messages at the first one, for which each waits: a rank in the middle of a
                 # step might wait for one that waits for it elsewhere.
-                first = torch.zeros(1, device=device)
+                first, peer = torch.zeros(1, device=device), int(own == min(ranks))
                 if own == rank_of[lane.sender]:
-                    dist.send(first, group=made, group_dst=int(own == min(ranks)))
+                    dist.send(first, group=made, group_dst=peer)
                 else:
-                    dist.recv(first, group=made, group_src=int(own == min(ranks)))
+                    dist.recv(first, group=made, group_src=peer)
 
     def send(self, message: Message, flat: torch.Tensor, rank: int) -> None:
         """To a rank of the group, or to another stage of this one."""

@@ -232,7 +232,7 @@ class CompiledStage(PipelineStage):
             gradients[k] = edge.flat(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
             leaf.grad = None
         for k in sorted(gradients.keys() - set(self._from_previous)):
-            reader = self.layout.edges[k].reader_before(self.stage_index)
+            reader = edges[k].reader_before(self.stage_index)
             self._send(BACKWARD, k, bwd_chunk_id, gradients[k], reader)
         self.bwd_cache[bwd_chunk_id] = tuple(gradients.get(k) for k in self._from_previous)
         if full_backward:

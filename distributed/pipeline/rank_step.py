@@ -18,7 +18,7 @@ from gradsplit.distributed.pipeline.agree_on_sizes import Shape, SizeAgreement
 from gradsplit.distributed.pipeline.call_arguments import read_call
 from gradsplit.distributed.pipeline.draws import set_state, state_of, states_of_forwards
 from gradsplit.distributed.pipeline.layout import PipelineLayout
-from gradsplit.distributed.pipeline.mail import Mail, lanes_of
+from gradsplit.distributed.pipeline.mail import Mail
 
 
 class Stage(Protocol):
@@ -93,7 +93,7 @@ class RankStep:
             self.has_sizes = self._agreement is None
             self._postponed.clear()
         self._active.append(stage)
-        self.mail.open_lanes(lanes_of(self.layout), stage.stage_index_to_group_rank, self.device)
+        self.mail.open_lanes(self.layout, stage.stage_index_to_group_rank, self.device)
 
     def postpone(self, stage: Stage, microbatch: int) -> None:
         """A stage is to receive a microbatch whose size is not known yet."""
