@@ -119,6 +119,8 @@ def native_call(call: ExternCall, device_type: str) -> NativeCall | None:
         return None
     defaults = {argument.name: argument.default_value for argument in call.target._schema.arguments}
     given = {**defaults, **argument_names(call)}
+    if call.target is aten.convolution_backward.default and not given["output_mask"][2]:
+        given["bias_sizes"] = None  # they are read for its gradient only
     arguments: list[int | str | tuple[int, ...]] = []
     for name, (kind, *_) in zip(wanted.split(), kinds[:-1], strict=True):
         value = given[name]

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gradsplit
 from gradsplit.compile_core.autograd.trace_joint import trace_joint
-from gradsplit.compile_core.lowering.decompositions.convolution_layouts import view
+from gradsplit.compile_core.lowering.decompositions.convolution_layouts import convolution_backward, view
 from gradsplit.compile_core.lowering.decompositions.decomposition_table import decomposition_table
 from tests.autograd.compare_with_eager import assert_same, captured, fakes
 
@@ -82,6 +82,26 @@ def test_only_views_that_the_layout_does_not_have_are_copied(shape):
             assert torch.equal(view(images, size), images.reshape(size))
         else:
             assert view(images, size) is NotImplemented
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("mask", list(product([False, True], repeat=3))[1:])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_of_a_bias_is_a_sum(dtype, mask, transposed):
+    x, weight = torch.randn(2, 4, 9, 8).to(dtype), torch.randn(4, 4, 3, 3).to(dtype)
+    rest = ([1, 1], [1, 1], [1, 1], transposed, [0, 0], 1)
+    gradient = torch.randn(2, 4, 9, 8).to(dtype)
+    expected = aten.convolution_backward(gradient, x, weight, [4], *rest, mask)
+    with torch.profiler.profile() as profile:
+        found = convolution_backward(gradient, x, weight, [4], *rest, mask)
+    calls = sum(event.name == "aten::convolution_backward" for event in profile.events())
+    assert calls == (found is not NotImplemented and any(mask[:2]))
+    assert (found is NotImplemented) == (not mask[2] and dtype is torch.float32)
+    if found is not NotImplemented:
+        for own, eager, is_wanted in zip(found, expected, mask, strict=True):
+            assert (own is not None) == is_wanted
+            if is_wanted:
+                torch.testing.assert_close(own, eager, atol=0.1, rtol=0.02)
 
 
 @pytest.mark.gpu

@@ -23,9 +23,10 @@ def run(
     call: ExternCall, tensors: dict[str, torch.Tensor], results: dict[str, torch.Tensor]
 ) -> list[torch.Tensor]:
     """Runs a program of one call, which is made in C where regions are."""
-    # Before torch 2.13 a list that may be missing, such as the sizes of a bias, was freed before it was read.
+    # Before torch 2.13 a list that may be missing, the sizes of a bias for its gradient, was freed before it was read.
     takes_lists = torch.torch_version.TorchVersion(torch.__version__) >= (2, 13)
-    is_native = takes_lists or call.target is not aten.convolution_backward.default
+    wants_bias = call.target is aten.convolution_backward.default and call.arguments[-1][2]
+    is_native = takes_lists or not wants_bias
     assert (native_call(call, "cpu") is not None) == is_native
     specs = {name: TensorSpec.of(tensor) for name, tensor in {**tensors, **results}.items()}
     outputs = tuple(view_of(name, tensor) for name, tensor in results.items())

@@ -1,4 +1,4 @@
-"""Convolutions of 16-bit images on a GPU in the channels-last layout, which is the tensor cores' own.
+"""Convolutions on a GPU: 16-bit images in the channels-last layout, which is the tensor cores' own.
 
 Given rows of pixels, cuDNN transposes every input and every result of every convolution. Traced with channels-last
 operands instead, a convolution's result is channels-last, and so is what follows from it element by element: of a whole
@@ -6,6 +6,8 @@ network, only the first input and the weights are transposed, and a weight's gra
 (TorchInductor's layout optimisation has the same aim, over finished graphs.)
 
 What the program views as if rows of pixels lay in memory is laid out so first.
+
+The gradient of a bias is a sum of its own, as in torch's kernels for GPUs, so that it fuses with what it is a sum of.
 """
 
 from __future__ import annotations
@@ -42,15 +44,23 @@ def convolution_backward(
     *settings: Any,
 ) -> Any:
     """Decomposition of ``aten.convolution_backward``; the weight's gradient gets the weight's layout."""
+    *geometry, (for_input, for_weight, for_bias) = settings
+    if for_bias:
+        grad_bias = torch.sum(grad_output, [dim for dim in range(grad_output.dim()) if dim != 1])
+        if not for_input and not for_weight:
+            return None, None, grad_bias
+        operands, mask = (grad_output, input, weight), [for_input, for_weight, False]
+        grad_input, grad_weight, _ = aten.convolution_backward.default(*operands, None, *geometry, mask)
+        return grad_input, grad_weight, grad_bias
     if not _is_image(grad_output):
         return NotImplemented
     if _are_channels_last(grad_output, input, weight):
         return NotImplemented
     operands = (_channels_last(grad_output), _channels_last(input), _channels_last(weight))
-    grad_input, grad_weight, grad_bias = aten.convolution_backward.default(*operands, bias_sizes, *settings)
+    grad_input, grad_weight, _ = aten.convolution_backward.default(*operands, bias_sizes, *settings)
     if grad_weight is not None and weight.is_contiguous():
         grad_weight = aten.clone.default(grad_weight, memory_format=torch.contiguous_format)
-    return grad_input, grad_weight, grad_bias
+    return grad_input, grad_weight, None
 
 
 def view(tensor: Tensor, size: Sequence[int]) -> Any:

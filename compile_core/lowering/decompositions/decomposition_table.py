@@ -94,7 +94,7 @@ def decomposition_table(device_type: str) -> dict[torch._ops.OpOverload, Callabl
     table.update(foreach_decompositions())
     table.update(_OWN)
     if device_type == "cuda":
-        table.update(_FOR_TENSOR_CORES)
+        table.update(_ON_GPUS)
     return table
 
 
@@ -400,7 +400,7 @@ _OWN: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.max_pool2d_with_indices_backward.default: max_pool2d_backward,
 }
 
-_FOR_TENSOR_CORES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+_ON_GPUS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.convolution.default: convolution_layouts.convolution,
     aten.convolution_backward.default: convolution_layouts.convolution_backward,
     aten.view.default: convolution_layouts.view,
