@@ -60,15 +60,17 @@ test-ranks: $(VENV)/installed
 	$(VENV_PYTHON) -m gradsplit.launch --nproc-per-node 4 -m tests.multi_process.rank_differences out/rank_differences
 	$(VENV_PYTHON) -m gradsplit.launch --nproc-per-node 2 -m tests.multi_process.rank_differences pairs 300
 
-# All schedules with all models on two and four ranks beside the unsplit models, some with other sizes in each step, and
-# the proof of all schedules: an hour.
+# All schedules with all models on two and four ranks beside the unsplit models, some with other sizes in each step or
+# with generated kernels, and the proof of all schedules: half an hour.
 pipelines: $(VENV)/installed
 	rm -rf out/pipelines
 	$(VENV_PYTHON) -m tests.bucketing.prove_schedules
-	$(VENV_PYTHON) -m gradsplit.launch --nproc-per-node 2 -m tests.distributed.pipeline.pipeline_cases out/pipelines/2 \
-		gpt2 bert llama t5 vit unet -- GPipe 1F1B Interleaved1F1B LoopedBFS InterleavedZeroBubble ZBVZeroBubble DualPipeV
-	$(VENV_PYTHON) -m gradsplit.launch --nproc-per-node 4 -m tests.distributed.pipeline.pipeline_cases out/pipelines/4 \
-		gpt2 t5 -- 1F1B InterleavedZeroBubble ZBVZeroBubble
+	for ranks in 2 4; do \
+		$(VENV_PYTHON) -m gradsplit.launch --nproc-per-node $$ranks -m tests.distributed.pipeline.pipeline_cases \
+			out/pipelines/$$ranks gpt2 bert llama t5 vit unet -- \
+			GPipe 1F1B Interleaved1F1B LoopedBFS InterleavedZeroBubble ZBVZeroBubble DualPipeV || exit 1; done
+	$(VENV_PYTHON) -m gradsplit.launch --nproc-per-node 2 -m tests.distributed.pipeline.pipeline_cases --own-kernels \
+		out/pipelines/own gpt2 bert llama t5 vit unet -- 1F1B InterleavedZeroBubble ZBVZeroBubble
 	$(VENV_PYTHON) -m gradsplit.launch --nproc-per-node 2 -m tests.distributed.pipeline.pipeline_cases --open \
 		out/pipelines/open gpt2 bert llama t5_of_two_lengths -- 1F1B InterleavedZeroBubble ZBVZeroBubble
 
