@@ -193,6 +193,9 @@ class Agreement:
         except CompileError as error:
             # There is no secret to tell the others by: each looks for itself, or sees that its connection ends.
             heartbeat.failed = str(error)
+            if isinstance(error, StoreLost):  # nobody can be told, and nothing be heard of them
+                self._abort()
+                raise
             with suppress(StoreLost):
                 heartbeat.send()
             self._abort()

@@ -42,7 +42,7 @@ class Heartbeat:
                 "host": self._host,
                 "operation": self._operations.as_report(),
                 "failed": self.failed,
-                "left": self.left,
+                "left": self.left or (LEFT if self._operations.is_leaving else ""),
             }
             post = self._bulletin.post if self._bulletin.has_session else self._bulletin.post_openly
             post(f"alive/{self._rank}", report)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -66,7 +66,7 @@ class Operations:
             "what": what,
             "report": report,
             "collectives": self._collectives(),
-            "is_in": self._place(),
+            "is_in": self._place(_COLLECTIVES),
         }
 
     def contradicts(self, theirs: dict[str, Any]) -> str:
@@ -85,17 +85,20 @@ class Operations:
                 return report, bool(theirs["is_in"]) and theirs["collectives"] > collectives
         return "", False
 
+    @property
+    def is_leaving(self) -> bool:
+        """The main thread destroys the group, which may wait for collectives of the others in which it has no part."""
+        return self._place(("destroy_process_group",)) != ""
+
     def _begun_in(self, term: int) -> Iterable[_Operation]:
         return self._begun.copy() if term == self.term else ()
 
-    def _place(self) -> str:
-        """The collective of torch's over this group in which the main thread is, or ""."""
+    def _place(self, functions: Sequence[str]) -> str:
+        """The function of torch's over this group in which the main thread is, if its name has one of these; or ""."""
         frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
         while frame is not None:
             code = frame.f_code
-            if code.co_filename == distributed_c10d.__file__ and any(
-                map(code.co_name.__contains__, _COLLECTIVES)
-            ):
+            if code.co_filename == distributed_c10d.__file__ and any(map(code.co_name.__contains__, functions)):
                 group = frame.f_locals.get("group")
                 return code.co_name if self._is_groups(group or dist.group.WORLD) else ""
             frame = frame.f_back

@@ -43,7 +43,7 @@ KINDS = ("killed", "stopped", "raises", "ends", "slow")
 # gradients.
 STAGES = ("wrapped", "called", "evaluation", "capture", "compile", "forward", "backward", "step")
 # What a rank does that runs no backward in one step: it goes on, leaves its loop, and waits at a barrier.
-SKIPS = ("goes_on", "goes_on_buffers", "leaves", "destroys", "barrier")
+SKIPS = ("goes_on", "goes_on_buffers", "leaves", "destroys", "destroys_slowly", "barrier")
 STEPS, FAILING_STEP = 4, 2
 NAMED_WITHIN_S = 30.0
 
@@ -184,8 +184,10 @@ def train(case: Case, folder: Path) -> None:
     if case.kind == "skips" and rank == case.rank:
         if case.stage == "barrier":
             dist.barrier()
-        if case.stage != "destroys":
+        if not case.stage.startswith("destroys"):
             return
+        if case.stage == "destroys_slowly":  # as NCCL's, which waits for the others
+            dist.ProcessGroup.shutdown = lambda group: time.sleep(60)  # type: ignore[method-assign]
         dist.destroy_process_group()
         time.sleep(60)
         return
@@ -254,6 +256,9 @@ def _judge(case: Case, ranks: Sequence[subprocess.Popen[str]], folder: Path, lim
         ).start()
     others = [rank for rank in range(case.size) if rank != case.rank]
     within_s = NAMED_WITHIN_S + (case.seconds if case.kind == "slow" else 0)
+    if DEVICE == "cuda" and case.stage == "wrapped":
+        # No connection tells that a rank has ended which has not said yet that it is there.
+        within_s += DDPOptions().agreement_timeout_s
     ended_s: dict[int, float] = {}
 
     def have_ended() -> bool:

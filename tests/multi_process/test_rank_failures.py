@@ -20,6 +20,7 @@ from tests.multi_process.rank_failures import Case, run
         "stopped-backward-2-1-reducer-14-3",
         "stopped-forward-2-0-in_graph-14-3",
         "slow-compile-2-1-in_graph-6-3",
+        "skips-destroys_slowly-2-1",
     ],
 )
 def test_others_name_a_rank_that_fails_or_go_on(name: str) -> None:
