@@ -98,7 +98,9 @@ class Operations:
         frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
         while frame is not None:
             code = frame.f_code
-            if code.co_filename == distributed_c10d.__file__ and any(map(code.co_name.__contains__, functions)):
+            if code.co_filename == distributed_c10d.__file__ and any(
+                map(code.co_name.__contains__, functions)
+            ):
                 group = frame.f_locals.get("group")
                 return code.co_name if self._is_groups(group or dist.group.WORLD) else ""
             frame = frame.f_back
