@@ -83,14 +83,23 @@ def shares_parameters(ddp: DistributedDataParallel) -> bool:
 
 
 def _share_parameters(ddp: DistributedDataParallel) -> bool:
-    # Nobody lists those that are not compiled. A compiled module has the attributes of the one that was compiled.
-    modules = [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]
-    others = [vars(module) for module in modules if vars(module) is not vars(ddp)]
+    # A compiled module has the attributes of the one that was compiled.
+    others = [vars(module) for module in _ddp_modules() if vars(module) is not vars(ddp)]
     wrapped = [attributes["_modules"]["module"] for attributes in others if attributes.get("_modules")]
     theirs = {parameter for module in wrapped for parameter in module.parameters()}
     if theirs.isdisjoint(ddp.module.parameters()):
         return False
     return not theirs.isdisjoint(reduced_parameters(ddp).values())
+
+
+def _ddp_modules() -> list[DistributedDataParallel]:
+    """Those of this process. Nobody lists those that are not compiled, but each refers to its class."""
+    kinds: set[type[DistributedDataParallel]] = set()
+    waiting = [DistributedDataParallel]
+    while waiting:
+        kinds.add(kind := waiting.pop())
+        waiting += kind.__subclasses__()
+    return [found for found in gc.get_referrers(*kinds) if type(found) in kinds]
 
 
 def is_joining(ddp: DistributedDataParallel) -> bool:

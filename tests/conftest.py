@@ -28,6 +28,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Every stage checks what it hands on; ranks and other child processes inherit this too.
     os.environ.setdefault("GRADSPLIT_VERIFY", "1")
+    # Hundreds of them import gradsplit, and compile its source each where none keeps what it has compiled.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     # Pytest listens to loggers that do not propagate; to this one torch tells of each symbol it makes, with stacks.
     torch._logging._internal.trace_log.propagate = True

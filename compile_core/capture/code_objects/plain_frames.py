@@ -29,7 +29,7 @@ _COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 
 
 class PlainFrames:
-    """Makes functions whose callees go through ``compiled_form``; each code object is rewritten once.
+    """Makes functions whose callees go through ``compiled_form``.
 
     With ``inner_functions`` the functions that a frame defines count as part of it.
     """
@@ -37,15 +37,16 @@ class PlainFrames:
     def __init__(self, compiled_form: CompiledForm, *, inner_functions: bool = False) -> None:
         self._compiled_form = compiled_form
         self._inner_functions = inner_functions
-        self._codes: dict[types.CodeType, types.CodeType] = {}
+        # Code of two files may be equal.
+        self._codes: dict[tuple[types.CodeType, str], types.CodeType] = {}
 
     def form_of(self, function: types.FunctionType) -> types.FunctionType:
         """``function`` with mapped callees; all else about it is the same."""
-        code = self._codes.get(function.__code__)
+        key = function.__code__, function.__code__.co_filename
+        code = self._codes.get(key)
         if code is None:
-            code = self._codes[function.__code__] = _rewritten(
-                function.__code__, self._compiled_form, self._inner_functions
-            )
+            rewritten = _rewritten(function.__code__, self._inner_functions)
+            code = self._codes[key] = _with_form(rewritten, self._compiled_form, key[1])
         made = types.FunctionType(
             code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
         )
@@ -54,7 +55,21 @@ class PlainFrames:
         return made
 
 
-def _rewritten(code: types.CodeType, compiled_form: CompiledForm, inner_functions: bool) -> types.CodeType:
+class _Form:
+    """Stands for ``compiled_form`` in code that is rewritten once for all of them."""
+
+
+def _with_form(code: types.CodeType, compiled_form: CompiledForm, filename: str) -> types.CodeType:
+    def constant(value: Any) -> Any:
+        if isinstance(value, types.CodeType):
+            return _with_form(value, compiled_form, filename)
+        return compiled_form if value is _Form else value
+
+    return code.replace(co_consts=tuple(map(constant, code.co_consts)), co_filename=filename)
+
+
+@functools.lru_cache(maxsize=256)
+def _rewritten(code: types.CodeType, inner_functions: bool) -> types.CodeType:
     assembled = editable(code)
     decoded = decode(code)
     looked_up_below = _calls_of_expressions(decoded)
@@ -64,7 +79,7 @@ def _rewritten(code: types.CodeType, compiled_form: CompiledForm, inner_function
         if not isinstance(item, bytecode.Instr):
             body.append(item)
             continue
-        write = _FrameWriter(body, item, compiled_form, inner_functions)
+        write = _FrameWriter(body, item, inner_functions)
         instruction = decoded.instructions[index]
         if index in looked_up_below:
             write.map_at(looked_up_below[index])
@@ -79,12 +94,9 @@ def _rewritten(code: types.CodeType, compiled_form: CompiledForm, inner_function
 class _FrameWriter:
     """Appends the instructions that take the place of one."""
 
-    def __init__(
-        self, body: list[Any], item: bytecode.Instr, compiled_form: CompiledForm, inner_functions: bool
-    ) -> None:
+    def __init__(self, body: list[Any], item: bytecode.Instr, inner_functions: bool) -> None:
         self.body = body
         self.item = item
-        self.compiled_form = compiled_form
         self.inner_functions = inner_functions
 
     def emit(self, name: str, *arg: Any) -> None:
@@ -95,7 +107,7 @@ class _FrameWriter:
         if not NULL_IS_ABOVE_CALLABLE:
             self.emit("PUSH_NULL")
             self.emit("SWAP", 2)
-        self.emit("LOAD_CONST", self.compiled_form)
+        self.emit("LOAD_CONST", _Form)
         self.emit("SWAP", 2)
         if NULL_IS_ABOVE_CALLABLE:
             self.emit("PUSH_NULL")
@@ -141,7 +153,7 @@ class _FrameWriter:
         """The instruction; the code of a comprehension or of an inner function that it pushes is rewritten."""
         arg = self.item.arg
         if isinstance(arg, types.CodeType) and (self.inner_functions or arg.co_name in _COMPREHENSIONS):
-            code: Any = _rewritten(arg, self.compiled_form, self.inner_functions)
+            code: Any = _rewritten(arg, self.inner_functions)
             return bytecode.Instr(self.item.name, code, location=self.item.location)
         return self.item
 
