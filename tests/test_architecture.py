@@ -86,7 +86,7 @@ DISTRIBUTED_EDGES: dict[str, tuple[str, ...]] = {
     ),
     "explaining": ("clocks", "compile_ddp", "ddp_module", "planning", "reducer"),
     "compile_core_plugin": ("explaining", "reducer"),
-    "pipeline": ("group_backend",),
+    "pipeline": ("group_backend", "agreement"),
     "distributed": ("compile_ddp", "ddp_options", "explaining", "pipeline"),
 }
 

@@ -9,16 +9,18 @@ something does not fit. No device waits for that, and in training no rank: a pip
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 
 import torch.distributed as dist
 
 from gradsplit.compile_core.torch_facts.process_groups import store_of
+from gradsplit.distributed.agreement.agreement import agreement_of
 from gradsplit.distributed.pipeline.layout import PipelineLayout
 
-# As long as gloo waits for a message.
-_PATIENCE = timedelta(minutes=30)
+# As long as gloo waits for a message; and how often who waits looks for it, and whether another rank has failed.
+_PATIENCE_S = 30 * 60.0
+_PAUSES_S = (0.0001, 0.01)
 
 Shape = tuple[int, ...]
 
@@ -34,9 +36,10 @@ class SizeAgreement:
     def __init__(self, layout: PipelineLayout, group: dist.ProcessGroup | None) -> None:
         self._layout, self._open = layout, layout.open_arguments
         self._rank, self._count = dist.get_rank(group), dist.get_world_size(group)
-        # Of its own, since who waits in a store keeps others from it.
-        self._store = store_of(group or dist.group.WORLD).clone()
-        self._store.set_timeout(_PATIENCE)
+        whole = group or dist.group.WORLD
+        # Of its own, since who asks a store keeps others from it.
+        self._store = store_of(whole).clone()
+        self._watch = agreement_of(whole).watch  # type: ignore[arg-type]
         self._term, self._step = "", 0
 
     def begin_term(self, term: str) -> None:
@@ -56,12 +59,13 @@ class SizeAgreement:
 
         Raises:
             ValueError: on all ranks, if anything does not fit.
-            RuntimeError: a rank did not come.
+            CompileError: a rank has failed.
+            RuntimeError: one did not come.
         """
         self._step += 1
         mine = {"shapes": {str(position): shape for position, shape in seen.items()}, "problem": problem}
         self._store.set(self._name(self._step, self._rank), json.dumps(mine))
-        found = [json.loads(self._read(rank)) for rank in range(self._count)]
+        found = list(map(json.loads, self._read_all()))
         # All have begun this step, so nobody reads of the one before.
         if self._step > 1:
             self._store.delete_key(self._name(self._step - 1, self._rank))
@@ -97,14 +101,21 @@ class SizeAgreement:
             )
         return tuple(shapes)
 
-    def _read(self, rank: int) -> bytes:
-        try:
-            return self._store.get(self._name(self._step, rank))
-        except dist.DistStoreError as error:
-            raise RuntimeError(
-                f"rank {rank} has not begun its step {self._step} of {self._layout.name} within "
-                f"{_PATIENCE.total_seconds():g} s; all ranks of a pipeline call step() equally often"
-            ) from error
+    def _read_all(self) -> list[bytes]:
+        """What the ranks have told in this step, in their order, once all of them have."""
+        names = [self._name(self._step, rank) for rank in range(self._count)]
+        began_s, (pause_s, longest_s) = time.monotonic(), _PAUSES_S
+        while not self._store.check(names):
+            self._watch.check_failures()
+            if time.monotonic() > began_s + _PATIENCE_S:
+                missing = [rank for rank, name in enumerate(names) if not self._store.check([name])]
+                raise RuntimeError(
+                    f"rank {', '.join(map(str, missing))} has not begun its step {self._step} of {self._layout.name} "
+                    f"within {_PATIENCE_S:g} s; all ranks of a pipeline call step() equally often"
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, longest_s)
+        return self._store.multi_get(names)
 
     def _name(self, step: int, rank: int) -> str:
         return f"gradsplit-pipeline/{self._term}/{step}/{rank}"

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from gradsplit.compile_core.export.folder import ExportError
 from gradsplit.compile_core.interface.module_compilers import CompileRequest
+from gradsplit.distributed.agreement.agreement import agreement_of
 from gradsplit.distributed.group_backend import backend_of
 from gradsplit.distributed.pipeline.export_folder import read_layout, read_stage
 from gradsplit.distributed.pipeline.layout import PipelineLayout
@@ -21,6 +22,8 @@ from gradsplit.distributed.pipeline.rank_step import RankStep
 
 # The largest block, with its header, whose release makes glibc keep twice as much, instead of what it measured so far.
 _LARGEST_MEASURED_BYTES = (32 << 20) - (64 << 10)
+# How long ranks that load a stage wait for one that does not come to an agreement.
+_MEETING_S = 60.0
 
 # By pipeline, the steps of this rank's stages.
 _steps: weakref.WeakValueDictionary[tuple[str, int], RankStep] = weakref.WeakValueDictionary()
@@ -65,6 +68,8 @@ def load_stage(
         if len(set(stages)) > 1:
             raise ValueError(f"replicas have one stage in common, and these ranks load {stages}")
     assert layout is not None and part is not None
+    # From here on ranks look after one another: who waits for one that has failed raises an error that names it.
+    agreement_of(group or dist.group.WORLD).settle("loads a stage of a pipeline", _MEETING_S)  # type: ignore[arg-type]
     if place.type == "cpu":
         _keep_freed_memory()
     step = _step_of(layout, place, group)

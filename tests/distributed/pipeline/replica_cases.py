@@ -7,7 +7,6 @@ python -m gradsplit.launch --nproc-per-node 4 -m tests.distributed.pipeline.repl
 from __future__ import annotations
 
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from torch.export import Dim
 
 from gradsplit import ExportError
 from gradsplit.distributed import export_pipeline, load_stage, merge_checkpoints
+from gradsplit.distributed.pipeline import agree_on_sizes
 from tests.distributed.pipeline.tied_model import Tied, call
 
 MICROBATCHES = 2
@@ -150,7 +150,7 @@ def main() -> None:
     step_in_shares([*stage.submod.parameters()], replicas[rank % 2])
     # A rank that does not come is named.
     if rank % 2 == 0:
-        stage._step._agreement._store.set_timeout(timedelta(seconds=1))
+        agree_on_sizes._PATIENCE_S = 1.0
         with pytest.raises(RuntimeError, match="rank 1 has not begun its step 7 of Tied"):
             schedule.eval(ids, labels, target=torch.zeros(MICROBATCHES))
     dist.barrier()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.start_ranks import start_ranks
+from tests.start_ranks import ROOT, start_ranks
 
 
 def test_stages_train_as_the_whole_model_does(tmp_path: Path) -> None:
@@ -19,18 +23,12 @@ def test_stages_train_as_the_whole_model_does(tmp_path: Path) -> None:
     assert len(lines) == 4, found.stdout
 
 
-@pytest.mark.parametrize(
-    ("models", "schedules", "count"),
-    [(["tied"], ["InterleavedZeroBubble", "ZBVZeroBubble"], 3), (["t5_of_two_lengths"], ["1F1B"], 1)],
-)
-def test_stages_train_with_other_sizes_in_each_step(
-    models: list[str], schedules: list[str], count: int, tmp_path: Path
-) -> None:
+def test_stages_train_with_other_sizes_in_each_step(tmp_path: Path) -> None:
     """And are compiled once."""
-    program = ["-m", "tests.distributed.pipeline.pipeline_cases", "--open", str(tmp_path), *models, "--"]
-    found = start_ranks([*program, *schedules], timeout_s=200)
+    program = ["-m", "tests.distributed.pipeline.pipeline_cases", "--open", str(tmp_path), "tied", "--"]
+    found = start_ranks([*program, "InterleavedZeroBubble", "ZBVZeroBubble"], timeout_s=110)
     assert found.returncode == 0, found.stdout + found.stderr
-    assert found.stdout.count(": equal") == count, found.stdout
+    assert found.stdout.count(": equal") == 3, found.stdout
 
 
 def test_recorded_stages_train_as_the_whole_model_does(tmp_path: Path) -> None:
@@ -74,3 +72,37 @@ def test_replicas_average_and_errors_come_on_every_rank(tmp_path: Path) -> None:
     found = start_ranks(program, timeout_s=110, processes=4)
     assert found.returncode == 0, found.stdout + found.stderr
     assert found.stdout.count(": equal") == 4, found.stdout
+
+
+@pytest.mark.parametrize(("sizes", "who"), [("open", 1), ("fixed", 0)])
+def test_a_rank_that_is_killed_is_named(sizes: str, who: int, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [
+        sys.executable,
+        "-m",
+        "tests.distributed.pipeline.killed_rank",
+        str(tmp_path / "p"),
+        sizes,
+        str(who),
+    ]
+    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    shared["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={**shared, "RANK": str(k), "LOCAL_RANK": str(k)},
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for k in range(2)
+    ]
+    try:
+        _, said = ranks[1 - who].communicate(timeout=100)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    assert f"rank {who}" in said.splitlines()[-1] and "has ended" in said.splitlines()[-1], said
