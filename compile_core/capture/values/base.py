@@ -157,6 +157,10 @@ class Value:
     def before_change_of_content(self, state: CaptureState) -> None:
         """The container that an object of the program's class consists of is about to change."""
 
+    def move(self, writer: Any) -> str:
+        """The statement by which a runner makes an existing object go on as the call did; ``writer`` writes it."""
+        raise NotImplementedError
+
     def graph_argument(self, state: CaptureState) -> Any:
         """The argument of a graph node that stands for the object."""
         raise state.unsupported(
@@ -227,6 +231,8 @@ class FrameLike(Protocol):
 
     # The exceptions whose handlers the frame is in, innermost last.
     handled: list[Value]
+    # The instruction that runs.
+    current: int
     # The FunctionValue that runs.
     function: Any
 
@@ -286,6 +292,8 @@ class CaptureState:
         self.inference_mode = torch.is_inference_mode_enabled()
         # Those among them that must be entered for real where the capture ends inside of them.
         self.entered_modes: list[Any] = []
+        # Drawn numbers that decided what the program does, with the instructions where.
+        self.decisions_by_draws: dict[Source, Any] = {}
         # Existing iterators that a copy tells the items of.
         self.live_iterators: list[Any] = []
         # Modes of torch that see every call of its functions, with what each makes of reading an item of a tensor.
