@@ -495,4 +495,4 @@ def _key_value(key: Any) -> Value:
         return ConstantValue(key)
     if type(key) is tuple:
         return SequenceValue([_key_value(item) for item in key], tuple)
-    return ReferenceValue(key)
+    return ClassValue(key, None) if isinstance(key, type) else ReferenceValue(key)

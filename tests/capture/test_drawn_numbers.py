@@ -61,7 +61,9 @@ def one_of_two(x):
 
 
 @pytest.mark.parametrize(
-    ("function", "graphs"), [(noise, 1), (seeded, 1), (picks, 3), (one_of_two, 2)], ids=lambda case: str(case)
+    ("function", "graphs"),
+    [(noise, 1), (seeded, 1), (picks, 3), (one_of_two, 2)],
+    ids=lambda case: getattr(case, "__name__", str(case)),
 )
 def test_draws_leave_the_graph_whole(function, graphs):
     assert same_draws(function, torch.linspace(-1, 1, 4), calls=8) == graphs

@@ -57,6 +57,17 @@ class Code:
                 return handler
         return None
 
+    def only_raises(self, index: int) -> bool:
+        """Whether an instruction begins a straight way to a ``raise`` that no handler of the code takes."""
+        for at in range(index, len(self.instructions)):
+            instruction = self.instructions[at]
+            if instruction.name == "RAISE_VARARGS":
+                handler = self.handler_at(at)
+                return handler is None or self.instructions[handler.target + 1].name == "WITH_EXCEPT_START"
+            if instruction.target >= 0 or instruction.name.startswith(("RETURN", "YIELD", "RERAISE")):
+                break
+        return False
+
     @functools.cached_property
     def items(self) -> tuple[bytecode.Instr, ...]:
         """The instructions in the form in which they can be assembled."""

@@ -152,7 +152,9 @@ def wrap_generator(state: CaptureState, real: Any, source: Source | None) -> Val
     """The value of an existing generator, or of a method of one, as ``random.random`` is; None for other objects."""
     if type(real) in _GENERATORS:
         return NumberGenerator(state, real, source)
-    owner, name = getattr(real, "__self__", None), getattr(real, "__name__", "")
+    if type(real) not in (types.MethodType, types.BuiltinFunctionType):
+        return None
+    owner, name = real.__self__, real.__name__
     function = getattr(real, "__func__", None)
     if type(owner) not in _GENERATORS or function not in (None, getattr(type(owner), name, None)):
         return None

@@ -417,6 +417,11 @@ class CaptureState:
         """Record an operation on tensors; ``op`` is call_function or call_method."""
         raise NotImplementedError
 
+    def assume(self, value: Value, truth: bool) -> bool:
+        """Take the truth of a tensor or a comparison for granted, with a check in the graph; False where no graph has
+        room for one."""
+        raise NotImplementedError
+
     def call_tensor_nodes(
         self, target: Any, nodes: Sequence[Any], example_by: Callable[..., Any] | None = None
     ) -> Value:
