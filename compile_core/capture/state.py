@@ -264,7 +264,7 @@ class Capture(CaptureState):
                 held = self.call_tensor_op("call_method", "long", [held], {})
                 with self.sizes.depending_on_data(True, False):
                     read: Any = self.call_tensor_op("call_method", "item", [held], {})
-                value = ConditionValue(read.number == 1)
+                value = ConditionValue(read.number > 0)  # ``== 1`` would make the number a constant
             if not isinstance(value, ConditionValue):
                 return False
             assume(value.number if truth else torch.sym_not(value.number))
