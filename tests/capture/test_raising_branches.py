@@ -94,13 +94,28 @@ def test_other_branches_end_the_graph():
             return x * 2
         return x * 3
 
+    def refuse_positive(x):
+        if (x > 0).all():
+            raise ValueError
+
+    def handled_by_the_caller(x):
+        try:
+            refuse_positive(x)
+        except ValueError:
+            return x * 2
+        return x * 3
+
     def changed(x, total):
         total.add_(1)
         if (x > 9).any():
             raise ValueError
         return x * total
 
-    for function, given in ((handled, ()), (changed, (torch.zeros(1),))):
+    for function, given in (
+        (handled, ()),
+        (handled_by_the_caller, ()),
+        (changed, (torch.zeros(1),)),
+    ):
         with pytest.raises(gradsplit.Unsupported, match="data-dependent-branch"):
             gradsplit.compile(function, backend="eager", fullgraph=True)(torch.ones(2), *given)
 

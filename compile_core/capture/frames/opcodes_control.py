@@ -58,6 +58,9 @@ def _jump_if(frame: Frame, instruction: Instruction) -> None:
         # What the program raises for is assumed not to be: where it is, the call is made again as plain Python.
         jumps = frame.code.only_raises(frame.index)
         certain = jumps != frame.code.only_raises(instruction.target)
+        certain = certain and all(
+            caller.code.is_left_from(caller.current) for caller in frame.state.frames[:-1]
+        )
         if not certain or not frame.state.assume(value, jumps == (what == "TRUE")):
             raise
     if jumps:

@@ -231,8 +231,9 @@ class FrameLike(Protocol):
 
     # The exceptions whose handlers the frame is in, innermost last.
     handled: list[Value]
-    # The instruction that runs.
+    # The instruction that runs, and the code it is in.
     current: int
+    code: Any
     # The FunctionValue that runs.
     function: Any
 
