@@ -42,7 +42,6 @@ from gradsplit.compile_core.capture.values.containers import (
 )
 from gradsplit.compile_core.capture.values.deques import DequeValue
 from gradsplit.compile_core.capture.values.iterators import IteratorValue
-from gradsplit.compile_core.capture.values.live_iterators import LiveIterator
 from gradsplit.compile_core.capture.values.mappings import DictValue, ReadOnlyView
 from gradsplit.compile_core.capture.values.references import ReferenceValue
 from gradsplit.compile_core.capture.values.sets import SetValue
@@ -288,9 +287,8 @@ class RunnerWriter(SourceWriter):
         self._changes += effects.changes()
         for give, arguments in effects.messages:
             self._effects.append(f"{self.constant(give)}({', '.join(map(self.emit, arguments))})")
-        for iterator in effects.iterators.values():
-            assert isinstance(iterator, LiveIterator)
-            self._effects.append(f"for _ in range({iterator.taken}): next({self.emit(iterator)}, None)")
+        for value in effects.moved.values():
+            self._effects.append(value.move(self))
         for container in effects.containers.values():
             assert isinstance(container, ContainerValue)
             self._effects += self._content_lines(container, self.emit(container))

@@ -61,6 +61,7 @@ from gradsplit.compile_core.capture.wrap import wrap
 from gradsplit.compile_core.errors import InternalError, Unsupported
 from gradsplit.compile_core.ir.captured import Guard
 from gradsplit.compile_core.ir.sources import Source
+from gradsplit.compile_core.torch_facts.symbolic_numbers import assume
 from gradsplit.compile_core.torch_facts.thread_state import device_constructors
 
 _DEPTH_LIMIT = 120
@@ -253,6 +254,24 @@ class Capture(CaptureState):
         if not (scalars or shapes) or isinstance(self.graph, BodyGraph):
             return None
         return self.sizes.depending_on_data(scalars, shapes)
+
+    def assume(self, value: Value, truth: bool) -> bool:
+        if isinstance(self.graph, BodyGraph) or any(map(self.graph.is_changed, self.graph.records)):
+            return False
+        try:
+            if isinstance(value, TensorValue):
+                held = self.call_tensor_op("call_method", "ne", [value, ConstantValue(0)], {})
+                held = self.call_tensor_op("call_method", "long", [held], {})
+                with self.sizes.depending_on_data(True, False):
+                    read: Any = self.call_tensor_op("call_method", "item", [held], {})
+                value = ConditionValue(read.number > 0)  # ``== 1`` would make the number a constant
+            if not isinstance(value, ConditionValue):
+                return False
+            assume(value.number if truth else torch.sym_not(value.number))
+            self.graph.write_checks()
+        except Unsupported:
+            return False
+        return True
 
     def call_tensor_nodes(
         self, target: Any, nodes: Sequence[Any], example_by: Callable[..., Any] | None = None

@@ -41,6 +41,7 @@ from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import FloatIn
 from gradsplit.compile_core.capture.operations.operator_rules import GETTERS, existing_getter
 from gradsplit.compile_core.capture.python_rules.builtin_methods import method_of_builtin_type
 from gradsplit.compile_core.capture.python_rules.cached_functions import CachedFunctionValue
+from gradsplit.compile_core.capture.python_rules.drawn_numbers import wrap_generator
 from gradsplit.compile_core.capture.torch_rules.torch_functions import find_torch_rule, tensor_function_rule
 from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, Value
 from gradsplit.compile_core.capture.values.call_rules import find_call_rule
@@ -207,12 +208,15 @@ def _wrap_object(state: CaptureState, real: Any, source: Source | None) -> Value
     if isinstance(real, type):
         _guard_identity(state, real, source)
         return ClassValue(real, source)
+    drawing = wrap_generator(state, real, source)
+    if drawing is not None:
+        return drawing
     if isinstance(real, types.MethodType):
         return _wrap_method(state, real, source)
     if isinstance(real, _BUILTIN_CALLABLES):
         owner = getattr(real, "__self__", None)
         is_bound = owner is not None and not isinstance(owner, (types.ModuleType, type))
-        if is_bound and source is not None and isinstance(_root(source), LocalSource):
+        if is_bound and source is not None and isinstance(source.root, LocalSource):
             return wrap_opaque(state, real, source, None)  # made anew at each look-up
         _guard_identity(state, real, source)
         return _wrap_builtin(real, source)
@@ -254,16 +258,10 @@ def _wrap_object(state: CaptureState, real: Any, source: Source | None) -> Value
     instance = _wrap_instance(state, real, source)
     if instance is not None:
         return instance
-    if source is not None and isinstance(_root(source), LocalSource):
+    if source is not None and isinstance(source.root, LocalSource):
         return wrap_opaque(state, real, source, None)
     _guard_identity(state, real, source)
     return ReferenceValue(real, source)
-
-
-def _root(source: Source) -> Source:
-    while source.base is not None:
-        source = source.base
-    return source
 
 
 def _guard_identity(state: CaptureState, real: Any, source: Source | None) -> None:
@@ -315,7 +313,7 @@ def _wrap_function(state: CaptureState, real: types.FunctionType, source: Source
         _guard_identity(state, real, source)
         return CallableReferenceValue(real, rule, source)
     library = is_library_name(real.__globals__.get("__name__"))
-    if source is not None and isinstance(_root(source), LocalSource):
+    if source is not None and isinstance(source.root, LocalSource):
         # A function that is passed in may be made anew for each call: its code, not its identity, must stay.
         state.guards.type_is(source, types.FunctionType)
         state.guards.is_object(AttributeSource(source, "__code__"), real.__code__)
@@ -497,4 +495,4 @@ def _key_value(key: Any) -> Value:
         return ConstantValue(key)
     if type(key) is tuple:
         return SequenceValue([_key_value(item) for item in key], tuple)
-    return ReferenceValue(key)
+    return ClassValue(key, None) if isinstance(key, type) else ReferenceValue(key)

@@ -226,10 +226,18 @@ def asks_for_the_gradient_of_what_a_function_changes(x, w):
     return hidden * gradient, hidden
 
 
+def asks_for_gradients_of_a_dictionarys_values(x, w):
+    inner = {"w": w * 2}
+    hidden = (x @ inner["w"]).sin()
+    (gradient,) = torch.autograd.grad(hidden.exp().sum(), inner.values(), retain_graph=True)
+    return (inner["w"] - gradient) * hidden, hidden
+
+
 @pytest.mark.parametrize(
     "program",
     [
         asks_for_gradients_of_its_own_value,
+        asks_for_gradients_of_a_dictionarys_values,
         asks_for_the_gradient_of_what_a_function_changes,
         asks_for_gradients_of_an_input_that_it_changes,
         asks_for_the_gradient_of_what_it_turns_afterwards,

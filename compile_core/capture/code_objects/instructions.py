@@ -57,6 +57,21 @@ class Code:
                 return handler
         return None
 
+    def is_left_from(self, index: int) -> bool:
+        """Whether what an instruction raises leaves the code: it has no handlers there but those of ``with``."""
+        handler = self.handler_at(index)
+        return handler is None or self.instructions[handler.target + 1].name == "WITH_EXCEPT_START"
+
+    def only_raises(self, index: int) -> bool:
+        """Whether an instruction begins a straight way to a ``raise`` that leaves the code."""
+        for at in range(index, len(self.instructions)):
+            instruction = self.instructions[at]
+            if instruction.name == "RAISE_VARARGS":
+                return self.is_left_from(at)
+            if instruction.target >= 0 or instruction.name.startswith(("RETURN", "YIELD", "RERAISE")):
+                break
+        return False
+
     @functools.cached_property
     def items(self) -> tuple[bytecode.Instr, ...]:
         """The instructions in the form in which they can be assembled."""

@@ -31,6 +31,7 @@ from gradsplit.compile_core.capture.values.base import HANDLED_BEFORE, NULL, Sym
 from gradsplit.compile_core.capture.values.constants import ConstantValue, is_none
 from gradsplit.compile_core.capture.values.containers import SequenceValue
 from gradsplit.compile_core.capture.values.mappings import DictValue, mapping_pairs, new_dict
+from gradsplit.compile_core.errors import Unsupported
 
 
 @opcode("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT")
@@ -48,7 +49,21 @@ _CONDITIONS: dict[str, Callable[[Frame, Value], bool]] = {
 
 @opcode(*(f"POP_JUMP_{way}IF_{what}" for way in ("", "FORWARD_", "BACKWARD_") for what in _CONDITIONS))
 def _jump_if(frame: Frame, instruction: Instruction) -> None:
-    if _CONDITIONS[instruction.name.partition("IF_")[2]](frame, frame.pop()):
+    value, what = frame.pop(), instruction.name.partition("IF_")[2]
+    try:
+        jumps = _CONDITIONS[what](frame, value)
+    except Unsupported as error:
+        if error.reason_id != "data-dependent-branch":
+            raise
+        # What the program raises for is assumed not to be: where it is, the call is made again as plain Python.
+        jumps = frame.code.only_raises(frame.index)
+        certain = jumps != frame.code.only_raises(instruction.target)
+        certain = certain and all(
+            caller.code.is_left_from(caller.current) for caller in frame.state.frames[:-1]
+        )
+        if not certain or not frame.state.assume(value, jumps == (what == "TRUE")):
+            raise
+    if jumps:
         frame.jump(instruction)
 
 

@@ -23,7 +23,8 @@ class SideEffects:
         self.attributes: dict[tuple[int, str], Value] = {}
         self.cells: dict[int, Value] = {}
         self.globals: dict[tuple[int, str], tuple[dict[str, Any], Value]] = {}
-        self.iterators: dict[int, Value] = {}
+        # Iterators and generators of random numbers, which ``move`` as the call made them.
+        self.moved: dict[int, Value] = {}
         # Attributes stored in classes, MISSING where they were deleted.
         self.classes: dict[tuple[type, str], Value] = {}
         # Warnings and records of logs: functions with their arguments, in the order of the calls.
@@ -61,9 +62,9 @@ class SideEffects:
         if owner.source is not None:
             self.attributes[(id(owner), name)] = owner
 
-    def iterator_advanced(self, iterator: Value) -> None:
-        self._check_own(iterator)
-        self.iterators[id(iterator)] = iterator
+    def moved_on(self, value: Value) -> None:
+        self._check_own(value)
+        self.moved[id(value)] = value
 
     def class_changed(self, cls: type, name: str, value: Value) -> None:
         self._check_own(None)
@@ -90,8 +91,8 @@ class SideEffects:
         """In words, what will be other than it was; not what is stored anew and equals what was there."""
         for container in self.containers.values():
             yield f"the content of {container.source}"
-        for iterator in self.iterators.values():
-            yield f"where {iterator.source} stands"
+        for value in self.moved.values():
+            yield f"where {value.source} stands"
         for (_, name), owner in self.attributes.items():
             now: Any = getattr(owner, "changes", {}).get(name)
             real_dict = getattr(owner, "real_dict", dict)
@@ -120,7 +121,7 @@ class SideEffects:
     def __bool__(self) -> bool:
         return bool(
             self.containers
-            or self.iterators
+            or self.moved
             or self.attributes
             or self.cells
             or self.globals

@@ -253,6 +253,8 @@ def read_class_entry(state: CaptureState, cls: ClassValue, owner: type, name: st
         found = getattr(cls.real, name)
         return CallableReferenceValue(found, find_call_rule(found) or _constructor_rule(cls.real, found))
     if not isinstance(entry, (types.FunctionType, property)) and hasattr(type(entry), "__get__"):
+        if is_library_object(owner) and is_library_object(type(entry)):
+            return state.wrap(getattr(cls.real, name), None)
         args = [ConstantValue(None), cls]
         found = call_descriptor(state, owner, name, entry, "__get__", args)
         if found is not None:

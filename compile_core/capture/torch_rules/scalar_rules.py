@@ -38,10 +38,18 @@ def _reads_symbols(tensor: TensorValue) -> bool:
     return config.capture_scalar_outputs and is_exact and tensor.fake.numel() == 1
 
 
+def _made_of_constants(tensor: TensorValue) -> torch.Tensor | None:
+    """The data of a tensor of one element that the program makes of nothing but constants."""
+    return getattr(tensor.fake, "constant", None)
+
+
 @method_rule("item")
 def _item(state: CaptureState, tensor: TensorValue, *args: Value, **kwargs: Value) -> Value | None:
     if args or kwargs:
         return None
+    made = _made_of_constants(tensor)
+    if made is not None:
+        return ConstantValue(made.item())
     if reads_scalars(state, tensor):
         return read_scalar(state, tensor)
     return state.call_tensor_op("call_method", "item", [tensor], {}) if _reads_symbols(tensor) else None
@@ -49,6 +57,9 @@ def _item(state: CaptureState, tensor: TensorValue, *args: Value, **kwargs: Valu
 
 @method_rule("__bool__")
 def _truth(state: CaptureState, tensor: TensorValue) -> Value | None:
+    made = _made_of_constants(tensor)
+    if made is not None:
+        return ConstantValue(bool(made))
     known = decision_by(state, tensor.node, bool, f"bool({tensor.describe()})")
     if known is not None:
         return ConstantValue(known)

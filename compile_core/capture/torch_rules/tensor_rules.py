@@ -13,6 +13,7 @@ from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule
 from gradsplit.compile_core.capture.values.constants import ConstantValue, is_none
 from gradsplit.compile_core.capture.values.containers import SequenceValue
+from gradsplit.compile_core.capture.values.mappings import DictView
 from gradsplit.compile_core.capture.values.tensors import METHOD_RULES, MethodRule, TensorValue, method_rule
 from gradsplit.compile_core.torch_facts.dispatcher import is_alias_of
 
@@ -202,7 +203,7 @@ REQUIRED_OPTIONS: dict[str, dict[str, bool]] = {
 
 def _tensors_asked_for(state: CaptureState, inputs: Value) -> list[Value]:
     # An iterator is left to the call, which is made again where the graph has ended; so is None.
-    return inputs.all(state) if isinstance(inputs, SequenceValue) else [inputs]
+    return state.items_of(inputs) if isinstance(inputs, (SequenceValue, DictView)) else [inputs]
 
 
 def _has_history_of_graph(state: CaptureState, tensor: TensorValue) -> bool:

@@ -157,6 +157,10 @@ class Value:
     def before_change_of_content(self, state: CaptureState) -> None:
         """The container that an object of the program's class consists of is about to change."""
 
+    def move(self, writer: Any) -> str:
+        """The statement by which a runner makes an existing object go on as the call did; ``writer`` writes it."""
+        raise NotImplementedError
+
     def graph_argument(self, state: CaptureState) -> Any:
         """The argument of a graph node that stands for the object."""
         raise state.unsupported(
@@ -227,6 +231,9 @@ class FrameLike(Protocol):
 
     # The exceptions whose handlers the frame is in, innermost last.
     handled: list[Value]
+    # The instruction that runs, and the code it is in.
+    current: int
+    code: Any
     # The FunctionValue that runs.
     function: Any
 
@@ -286,6 +293,8 @@ class CaptureState:
         self.inference_mode = torch.is_inference_mode_enabled()
         # Those among them that must be entered for real where the capture ends inside of them.
         self.entered_modes: list[Any] = []
+        # Drawn numbers that decided what the program does, with the instructions where.
+        self.decisions_by_draws: dict[Source, Any] = {}
         # Existing iterators that a copy tells the items of.
         self.live_iterators: list[Any] = []
         # Modes of torch that see every call of its functions, with what each makes of reading an item of a tensor.
@@ -407,6 +416,11 @@ class CaptureState:
 
     def call_tensor_op(self, op: str, target: Any, args: list[Value], kwargs: dict[str, Value]) -> Value:
         """Record an operation on tensors; ``op`` is call_function or call_method."""
+        raise NotImplementedError
+
+    def assume(self, value: Value, truth: bool) -> bool:
+        """Take the truth of a tensor or a comparison for granted, with a check in the graph; False where no graph has
+        room for one."""
         raise NotImplementedError
 
     def call_tensor_nodes(

@@ -157,7 +157,7 @@ class LiveIterator(IteratorValue):
         if not self._containers.isdisjoint(_about_to_change(state)):
             # The copy knows of no change that is yet to be stored.
             raise state.unsupported("live-iterator", f"what {self.source} runs over changes meanwhile")
-        state.effects.iterator_advanced(self)
+        state.effects.moved_on(self)
         place, self.taken = self.taken, self.taken + 1
         try:
             item = self._ahead[place]
@@ -173,6 +173,9 @@ class LiveIterator(IteratorValue):
         for part in (source, *parts):
             state.sizes.history.note_differs(part)  # numbers count the rounds, so that the next has another
         return LazyValue(item, source)
+
+    def move(self, writer: Any) -> str:
+        return f"for _ in range({self.taken}): next({writer.emit(self)}, None)"
 
 
 def wrap_iterator(state: CaptureState, real: Any, source: Source) -> Value | None:
