@@ -1,8 +1,8 @@
 """The operator of ``torch.nn.attention.flex_attention``: both functions become bodies of one node.
 
 A function of one score is captured under ``vmap``, as torch's own operator calls it, so that its body is over all
-scores at once. Positions are 32-bit integers, as the documentation has them. Sizes are those of the call: kernels know no
-others.
+scores at once. Positions are 32-bit integers, as the documentation has them. Sizes are those of the call: kernels know
+no others.
 """
 
 from __future__ import annotations
