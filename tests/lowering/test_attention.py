@@ -1,0 +1,169 @@
+"""Attention with changed scores as generated kernels: which calls become some, that they compile and compute."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gradsplit
+from gradsplit.compile_core.autograd import flex_attention as traced
+from gradsplit.compile_core.errors import InternalError
+from gradsplit.compile_core.ir.kernels import KernelSource
+from gradsplit.compile_core.ir.loops import AttentionNest, AttentionTile, LoopProgram
+from gradsplit.compile_core.ir.print_loops import print_program
+from gradsplit.compile_core.ir.verify_loops import verify_program
+from gradsplit.compile_core.lowering.attention.attention_tiles import attention_tile
+from gradsplit.compile_core.lowering.triton_kernels.build_triton import compile_triton_for
+from tests.lowering import attention_programs
+from tests.lowering.attention_programs import (
+    CASES,
+    AttentionKernels,
+    Case,
+    alibi,
+    causal,
+    identity,
+)
+from tests.lowering.run_interpreted import check_interpreted
+
+
+@pytest.fixture(autouse=True)
+def _only_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The programs are traced as on a GPU; afterwards nothing is."""
+    monkeypatch.setattr(traced, "DEVICE_TYPES", traced.DEVICE_TYPES)
+
+
+def _no_kernel(source: KernelSource, tensors: Sequence[torch.Tensor]) -> None:
+    """What the kernels would compute is not looked at."""
+    for tensor in tensors:
+        tensor.zero_()
+
+
+def kernels_of(case: Case, folder: Path) -> AttentionKernels:
+    """What is generated for a step."""
+    kernels = AttentionKernels(_no_kernel, folder)
+    results = kernels.compiled(case.program())(*(tensor.requires_grad_() for tensor in case.operands()))
+    torch.autograd.backward(results[:2], [torch.zeros_like(result) for result in results[:2]])
+    return kernels
+
+
+def test_they_compute_in_the_interpreter() -> None:
+    check_interpreted("interpreted_attention")
+
+
+def test_they_compile_for_a_gpu(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    case = Case(alibi, causal, heads=(4, 2), elements=(80, 64), dtype=torch.bfloat16, block=64)
+    kernels = kernels_of(case, tmp_path)
+    assert len(kernels.sources) == 3
+    for source in kernels.sources:
+        assert "wgmma" in compile_triton_for(source, ("cuda", 90, 32), tmp_path).asm["ptx"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(alibi, causal, dtype=torch.float64),
+        Case(alibi, causal, elements=(264, 16)),
+        Case(alibi, causal, lengths=(60, 60), block=12),
+        Case(lambda s, b, h, i, j: torch.stack([s, s * 0.5]).sum(0), causal),
+    ],
+    ids=["float64", "long rows", "odd blocks", "sums"],
+)
+def test_what_kernels_cannot_do_is_right_without(
+    case: Case, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernels = AttentionKernels(_no_kernel, tmp_path)
+    operands = case.operands()
+    with caplog.at_level(logging.INFO):
+        found = kernels.compiled(case.program())(*operands)
+    assert not kernels.sources and "all scores of" in caplog.text
+    torch.testing.assert_close(list(found), list(case.program()(*operands)), rtol=1e-5, atol=1e-5)
+
+
+def program_of(case: Case, folder: Path) -> LoopProgram:
+    """The region of its forward."""
+    kernels = AttentionKernels(_no_kernel, folder)
+    kernels.compiled(case.program())(*case.operands())
+    return kernels.programs[0]
+
+
+def test_the_program_is_printed_and_verified(tmp_path: Path) -> None:
+    program = program_of(Case(alibi, causal, heads=(4, 2)), tmp_path)
+    verify_program(program)
+    printed = print_program(program)
+    assert "attention forward" in printed and "tiles of 128x32" in printed
+    (nest,) = (step for step in program.steps if isinstance(step, AttentionNest))
+    shorter = replace(nest.operands[1], shape=(1, 2, 99, 16))
+    broken: list[tuple[AttentionNest, str]] = [
+        (
+            replace(nest, operands=(nest.operands[0], shorter, nest.operands[2])),
+            "keys that do not fit|a body over",
+        ),
+        (replace(nest, lists=nest.lists[:1]), "lists of neither"),
+        (replace(nest, part="query_gradient"), "other operands"),
+        (replace(nest, results=(nest.operands[0], None, None)), "overwrites its operand"),
+    ]
+    for other, rule in broken:
+        steps = tuple(other if step is nest else step for step in program.steps)
+        with pytest.raises(InternalError, match=rule):
+            verify_program(replace(program, steps=steps))
+
+
+def test_tiles_divide_the_blocks_of_the_mask() -> None:
+    def tile(block: int, lengths: tuple[int, int] = (4096, 4096), elements: int = 64) -> Any:
+        return attention_tile("forward", torch.bfloat16, elements, lengths, (block, block))
+
+    assert tile(128) == tile(1 << 30) == AttentionTile(128, 128, 3, 4)
+    assert tile(64) == AttentionTile(64, 64, 3, 4)
+    assert tile(96) == AttentionTile(32, 32, 3, 4)
+    assert tile(100) is None and tile(128, elements=300) is None
+    assert tile(128, (1, 60)) == AttentionTile(16, 64, 3, 4)
+    assert tile(128, (70, 200), 100) == AttentionTile(128, 64, 3, 8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_they_compute_on_a_gpu(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for tensor in ("SLOPES", "BIAS", "DOCUMENTS"):
+        monkeypatch.setattr(attention_programs, tensor, getattr(attention_programs, tensor).cuda())
+    case = replace(CASES[name], device="cuda", dtype=dtype)
+    with caplog.at_level(logging.INFO):
+        found = []
+        for function, wanted in (
+            (case.exact, torch.float64),
+            (gradsplit.compile(case.program(), fullgraph=True), dtype),
+        ):
+            operands = [tensor.to(wanted).requires_grad_() for tensor in case.operands()]
+            results = function(*operands)
+            arriving = [
+                torch.linspace(-1, 2, r.numel(), device="cuda").view(r.shape).to(r.dtype) for r in results[:2]
+            ]
+            torch.autograd.backward(results[:2], arriving)
+            found.append([*(result.detach() for result in results), *(tensor.grad for tensor in operands)])
+    assert "all scores of" not in caplog.text
+    for mine, expected in zip(found[1], found[0], strict=True):
+        bound = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}[dtype]
+        bound *= 1 + float(expected.nan_to_num(neginf=0).abs().max())
+        torch.testing.assert_close(mine.double(), expected, rtol=0, atol=bound)
+
+
+@pytest.mark.gpu
+def test_no_scores_are_in_memory_on_a_gpu() -> None:
+    case = Case(identity, causal, heads=(8, 8), lengths=(8192, 8192), elements=(64, 64), dtype=torch.bfloat16)
+    case = replace(case, device="cuda")
+    compiled = gradsplit.compile(case.program(), fullgraph=True)
+    operands = [tensor.requires_grad_() for tensor in case.operands()]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    compiled(*operands)[0].sum().backward()
+    scores = 8 * 8192 * 8192 * 2
+    assert torch.cuda.max_memory_allocated() - before < scores / 4
