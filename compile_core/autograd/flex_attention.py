@@ -31,6 +31,7 @@ from gradsplit.compile_core.ir.flex_attention import (
 )
 from gradsplit.compile_core.ir.graphs import JointGraph
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.torch_facts.autograd_engine import are_transforms_active
 from gradsplit.compile_core.torch_facts.dispatcher import is_random
 from gradsplit.compile_core.torch_facts.torch_switches import without_autocast
 
@@ -157,6 +158,7 @@ def _may_have_kernels(given: AttentionTensors) -> bool:
     return (
         given.query.device.type in DEVICE_TYPES
         and len({tensor.dtype for tensor in operands}) == 1
+        and not are_transforms_active()
         and not any(isinstance(size, torch.SymInt) for tensor in given.flat for size in tensor.shape)
         and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given.score_reads))
     )

@@ -190,7 +190,7 @@ CASES: dict[str, Case] = {
     "softcap": Case(softcap, everything, lengths=(100, 257)),
     "relative": Case(relative, window, batch=2, heads=(2, 1), lengths=(150, 150), block=64),
     "empty_rows": Case(alibi, some_rows, lengths=(130, 96), block=32, masks_heads=True),
-    "documents": Case(identity, same_document, batch=2, lengths=(130, 130), masks_heads=True),
+    "documents": Case(identity, same_document, batch=2, heads=(1, 1), lengths=(130, 130), masks_heads=True),
     "one_query": Case(alibi, everything, lengths=(1, 100), elements=(20, 16)),
     "half": Case(alibi, causal, lengths=(128, 128), dtype=torch.float16, elements=(32, 32)),
 }

@@ -1,6 +1,6 @@
 """Attention with changed scores in Triton's interpreter, on CPU tensors, against float64.
 
-Run by ``test_attention.py`` in a process of its own: the interpreter is chosen by an environment variable before Triton
+Run by ``test_products.py`` in a process of its own: the interpreter is chosen by an environment variable before Triton
 is imported.
 """
 

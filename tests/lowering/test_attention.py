@@ -1,4 +1,7 @@
-"""Attention with changed scores as generated kernels: which calls become some, that they compile and compute."""
+"""Attention with changed scores as generated kernels: which calls become some, that they compile and compute.
+
+In the interpreter they compute in a process of ``test_products.py``.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from gradsplit.compile_core.ir.kernels import KernelSource
 from gradsplit.compile_core.ir.loops import AttentionNest, AttentionTile, LoopProgram
 from gradsplit.compile_core.ir.print_loops import print_program
 from gradsplit.compile_core.ir.verify_loops import verify_program
-from gradsplit.compile_core.lowering.attention.attention_tiles import attention_tile
+from gradsplit.compile_core.lowering.attention.attention_tiles import AttentionSizes, attention_tile
 from gradsplit.compile_core.lowering.triton_kernels.build_triton import compile_triton_for
 from tests.lowering import attention_programs
 from tests.lowering.attention_programs import (
@@ -29,7 +32,6 @@ from tests.lowering.attention_programs import (
     causal,
     identity,
 )
-from tests.lowering.run_interpreted import check_interpreted
 
 
 @pytest.fixture(autouse=True)
@@ -50,10 +52,6 @@ def kernels_of(case: Case, folder: Path) -> AttentionKernels:
     results = kernels.compiled(case.program())(*(tensor.requires_grad_() for tensor in case.operands()))
     torch.autograd.backward(results[:2], [torch.zeros_like(result) for result in results[:2]])
     return kernels
-
-
-def test_they_compute_in_the_interpreter() -> None:
-    check_interpreted("interpreted_attention")
 
 
 def test_they_compile_for_a_gpu(tmp_path: Path) -> None:
@@ -117,7 +115,8 @@ def test_the_program_is_printed_and_verified(tmp_path: Path) -> None:
 
 def test_tiles_divide_the_blocks_of_the_mask() -> None:
     def tile(block: int, lengths: tuple[int, int] = (4096, 4096), elements: int = 64) -> Any:
-        return attention_tile("forward", torch.bfloat16, elements, lengths, (block, block))
+        sizes = (elements, elements), lengths, (block, block), 227 << 10
+        return attention_tile("forward", AttentionSizes(torch.bfloat16, *sizes))
 
     assert tile(128) == tile(1 << 30) == AttentionTile(128, 128, 3, 4)
     assert tile(64) == AttentionTile(64, 64, 3, 4)
@@ -125,6 +124,15 @@ def test_tiles_divide_the_blocks_of_the_mask() -> None:
     assert tile(100) is None and tile(128, elements=300) is None
     assert tile(128, (1, 60)) == AttentionTile(16, 64, 3, 4)
     assert tile(128, (70, 200), 100) == AttentionTile(128, 64, 3, 8)
+
+
+def test_tiles_find_room() -> None:
+    sizes = AttentionSizes(torch.bfloat16, (128, 128), (4096, 4096), (128, 128), 163 << 10)
+    assert attention_tile("key_gradients", sizes) == AttentionTile(64, 128, 2, 8)
+    assert attention_tile("key_gradients", replace(sizes, shared_bytes=64 << 10)) == AttentionTile(
+        32, 64, 1, 8
+    )
+    assert attention_tile("key_gradients", replace(sizes, shared_bytes=16 << 10)) is None
 
 
 @pytest.mark.gpu

@@ -8,7 +8,6 @@ no others.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
@@ -47,7 +46,7 @@ def attend(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> 
     named = {name: value for name, value in zip(BLOCK_LISTS, lists, strict=True) if not is_none(value)}
     tensors = [*operands, *named.values()]
     for tensor in tensors:
-        _settle_sizes(state, tensor)
+        _settle_sizes(tensor.fake)  # type: ignore[attr-defined]
     query, key = operands[0].fake, operands[1].fake  # type: ignore[attr-defined]
     _check_sizes(state, query, key)
     shape = (*query.shape[:3], key.shape[2])
@@ -101,12 +100,14 @@ def _capture(
             raise state.unsupported("flex-attention", f"a {name} that returns {result.fake.dtype}")
         if fake._version:
             raise state.unsupported("flex-attention", f"a {name} that changes the score in place")
+        for node in graph.lifted:
+            _settle_sizes(node.meta["example_value"])
         return graph.close([result.node]), list(graph.lifted)
 
 
-def _settle_sizes(state: CaptureState, tensor: Any) -> None:
+def _settle_sizes(fake: torch.Tensor) -> None:
     """Make open sizes and strides those of this call."""
-    for number in (*tensor.fake.shape, *tensor.fake.stride()):
+    for number in (*fake.shape, *fake.stride()):
         int(number)
 
 

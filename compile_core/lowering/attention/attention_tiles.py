@@ -7,12 +7,14 @@ mask, and is no longer than what it covers.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from gradsplit.compile_core.ir.loops import AttentionTile
 
+# Numbers of rows, and what Triton exchanges between threads.
+_OTHER_BYTES = 4096
 LEAST_SIDE = 16  # of a product of two matrices in Triton
 MOST_ELEMENTS = 256
 
@@ -36,29 +38,60 @@ _TILES: Mapping[str, Mapping[int, tuple[AttentionTile, AttentionTile]]] = {
 }
 
 
-def attention_tile(
-    part: str, dtype: torch.dtype, elements: int, lengths: tuple[int, int], block_sizes: tuple[int, int]
-) -> AttentionTile | None:
-    """The tile for rows of so many elements; None where none divides the blocks.
+@dataclass(frozen=True)
+class AttentionSizes:
+    """What a tile is chosen for.
 
-    Args:
+    Attributes:
+        elements: of a row of queries or keys, and of a row of values.
         lengths: how many queries and keys there are.
-        block_sizes: how many of them a block of the block mask has; blocks that cover all of a side say nothing.
+        block_sizes: how many of them a block of the block mask has; one that covers all of a side says nothing.
+        shared_bytes: of memory that a program may have.
     """
-    widths = [width for width in _TILES[part] if elements <= width]
+
+    dtype: torch.dtype
+    elements: tuple[int, int]
+    lengths: tuple[int, int]
+    block_sizes: tuple[int, int]
+    shared_bytes: int
+
+
+def attention_tile(part: str, sizes: AttentionSizes) -> AttentionTile | None:
+    """The tile of a kernel; None where none divides the blocks or finds room."""
+    widths = [width for width in _TILES[part] if max(sizes.elements) <= width]
     if not widths:
         return None
-    tile = _TILES[part][widths[0]][dtype.itemsize != 2]
+    tile = _TILES[part][widths[0]][sizes.dtype.itemsize != 2]
     sides = []
-    for side, length, block in zip((tile.queries, tile.keys), lengths, block_sizes, strict=True):
-        longest = max(LEAST_SIDE, power_of_two(length))
-        side = min(side, longest)
+    for side, length, block in zip((tile.queries, tile.keys), sizes.lengths, sizes.block_sizes, strict=True):
+        side = min(side, max(LEAST_SIDE, power_of_two(length)))
         while block < length and block % side and side > LEAST_SIDE:
             side //= 2
         if block < length and block % side:
             return None
         sides.append(side)
-    return replace(tile, queries=sides[0], keys=sides[1])
+    return _with_room(part, replace(tile, queries=sides[0], keys=sides[1]), sizes)
+
+
+def _with_room(part: str, tile: AttentionTile, sizes: AttentionSizes) -> AttentionTile | None:
+    """The tile with fewer stages, or else smaller, where the memory of a program asks for that."""
+    while _shared_bytes(part, tile, sizes) > sizes.shared_bytes:
+        side = "keys" if tile.keys >= tile.queries else "queries"
+        if tile.stages > 1:
+            tile = replace(tile, stages=tile.stages - 1)
+        elif max(tile.keys, tile.queries) > LEAST_SIDE:
+            tile = replace(tile, **{side: getattr(tile, side) // 2})
+        else:
+            return None
+    return tile
+
+
+def _shared_bytes(part: str, tile: AttentionTile, sizes: AttentionSizes) -> int:
+    """Of the blocks of operands that a program holds: those that it walks once a stage."""
+    wide, narrow = (max(LEAST_SIDE, power_of_two(count)) for count in sizes.elements)
+    stays, walked = (tile.keys, tile.queries) if part == "key_gradients" else (tile.queries, tile.keys)
+    kept = wide if part == "forward" else wide + narrow
+    return (tile.stages * walked * (wide + narrow) + stays * kept) * sizes.dtype.itemsize + _OTHER_BYTES
 
 
 def power_of_two(size: int) -> int:

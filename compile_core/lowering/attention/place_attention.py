@@ -30,7 +30,11 @@ from gradsplit.compile_core.ir.loops import (
 )
 from gradsplit.compile_core.ir.step_effects import reads, writes
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
-from gradsplit.compile_core.lowering.attention.attention_tiles import MOST_ELEMENTS, attention_tile
+from gradsplit.compile_core.lowering.attention.attention_tiles import (
+    MOST_ELEMENTS,
+    AttentionSizes,
+    attention_tile,
+)
 from gradsplit.compile_core.lowering.graph_to_loops.lower import lower_into
 from gradsplit.compile_core.lowering.graph_to_loops.lower_builder import ProgramBuilder
 from gradsplit.compile_core.lowering.graph_to_loops.lower_index import Index
@@ -40,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _INDEX_DTYPES = (torch.int32, torch.int64)
+_SHARED_BYTES = 227 << 10
 _LARGEST_INT32 = 2**31 - 1 - (1 << 20)
 
 
@@ -181,18 +186,27 @@ class _Placement:
         stays = part != "key_gradients"
         block, length = (self.call.options.block_sizes[not stays], self.shape[2:][not stays])
         _require(lists[0].shape[2] * block >= length, "the block mask is smaller")
-        sizes = self.call.options.block_sizes
+        blocks = self.call.options.block_sizes
         dtype = self.builder.buffers[self.operands[0].buffer].dtype
-        elements = max(view.shape[-1] for view in self.operands[:3])
-        tile = attention_tile(part, dtype, elements, (queries, keys), sizes)
+        elements = (self.operands[0].shape[3], self.operands[2].shape[3])
+        sizes = AttentionSizes(dtype, elements, (queries, keys), blocks, _shared_bytes(self.device))
+        tile = attention_tile(part, sizes)
         if tile is None:
-            raise Unsupported("attention-kernel", f"blocks of {sizes} are none of tiles")
+            raise Unsupported("attention-kernel", f"there are no tiles for {sizes}")
         programs = prod(self.shape[:2]) * max(-(-queries // tile.queries), -(-keys // tile.keys))
         _require(programs <= _LARGEST_INT32, "there are too many tiles")
         return AttentionNest(
-            self.builder.unique_name(f"{self.call}_{part}"), part, self.operands, lists, sizes, tuple(results), body,
+            self.builder.unique_name(f"{self.call}_{part}"), part, self.operands, lists, blocks, tuple(results), body,
             self.call.options.scale, tile, self.precision, self.step.origins,
         )  # fmt: skip
+
+
+def _shared_bytes(device: torch.device) -> int:
+    """What a program on a GPU may have; on one that is not there as on an H100."""
+    if not torch.cuda.is_available():
+        return _SHARED_BYTES
+    # ROCm does not say.
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 48 << 10)
 
 
 def _require(holds: bool, reason: str) -> None:
