@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch.fx import GraphModule
@@ -24,6 +24,7 @@ from gradsplit.compile_core.ir.kept_calls import KeptCall
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
 Part = Literal["forward", "backward"]
+T = TypeVar("T")
 
 # How many tensors come before the lists of blocks. Forward: query, key, value. Backward: these, the gradient of the
 # result, the logarithms of the sums, delta.
@@ -59,8 +60,8 @@ class AttentionCall(KeptCall):
         self.scores = scores
         self.mask = mask
 
-    def split(self, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], ...]:
-        """Operands, lists of blocks, what ``score_mod`` reads, what ``mask_mod`` reads."""
+    def split(self, tensors: Sequence[T]) -> tuple[Sequence[T], ...]:
+        """Operands, lists of blocks, what ``score_mod`` reads and what ``mask_mod`` does, or what stands for them."""
         first = NUM_OPERANDS[self.part]
         second = first + len(self.options.lists)
         third = second + self.options.num_read

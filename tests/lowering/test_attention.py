@@ -6,6 +6,7 @@ In the interpreter they compute in a process of ``test_products.py``.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 import gradsplit
 from gradsplit.compile_core.autograd import flex_attention as traced
@@ -162,6 +164,34 @@ def test_they_compute_on_a_gpu(
         bound = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}[dtype]
         bound *= 1 + float(expected.nan_to_num(neginf=0).abs().max())
         torch.testing.assert_close(mine.double(), expected, rtol=0, atol=bound)
+
+
+@pytest.mark.gpu
+def test_the_function_of_torch_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_programs, "SLOPES", attention_programs.SLOPES.cuda())
+    case = Case(alibi, causal, batch=2, heads=(4, 2), lengths=(300, 300), elements=(64, 64), device="cuda")
+    mask = create_block_mask(causal, None, None, *case.lengths, device="cuda")
+
+    def attend(query: Any, key: Any, value: Any) -> Any:
+        with torch.autocast("cuda", torch.bfloat16):
+            result, aux = flex_attention(
+                query, key, value, alibi, mask, scale=0.3, enable_gqa=True, return_aux=AuxRequest(lse=True)
+            )
+            return result, aux.lse / math.log(2)
+
+    found = []
+    for function, dtype in (
+        (case.exact, torch.float64),
+        (gradsplit.compile(attend, fullgraph=True), torch.float32),
+    ):
+        operands = [tensor.to(dtype).requires_grad_() for tensor in case.operands()]
+        result, sums = function(*operands)[:2]
+        (result.square().sum() + sums.sum()).backward()
+        found.append([result.detach(), sums.detach(), *(tensor.grad for tensor in operands)])
+    for mine, expected in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(
+            mine.double(), expected, rtol=0, atol=2e-2 * (1 + float(expected.abs().max()))
+        )
 
 
 @pytest.mark.gpu

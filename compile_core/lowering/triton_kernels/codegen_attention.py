@@ -128,11 +128,13 @@ class _AttentionWriter(TritonWriter):
         return super().load(n, statement)
 
     def place_of_program(self, heads: int) -> list[str]:
-        """Which tile and head a program has; the last tiles come first, whose rows are long under causal masks."""
+        """Which tile and head a program has; those come first that have the longest walk under causal masks."""
         wide = ".to(tl.int64)" if self.wide else ""
+        tile = f"program % {self.y_programs}"
+        tile = f"({self.y_programs - 1} - {tile})" if self.stays == 2 else f"({tile})"
         return [
             "program = tl.program_id(0)",
-            f"y_first = ({self.y_programs - 1} - program % {self.y_programs}) * {self.rows}",
+            f"y_first = {tile} * {self.rows}",
             f"head = program // {self.y_programs} % {heads}",
             f"z = (program // {self.y_programs * heads}){wide}",
             f"y = (y_first + tl.arange(0, {self.rows})[:, None]){wide}",
