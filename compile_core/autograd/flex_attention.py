@@ -7,6 +7,7 @@ function reads has a gradient, the trace goes through the plain operators of ``d
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from gradsplit.compile_core.autograd.captured_graphs.replace_calls import copy_m
 from gradsplit.compile_core.autograd.control_flow import TraceBody, with_separate_results
 from gradsplit.compile_core.autograd.tracing.kept_calls import KeptCalls
 from gradsplit.compile_core.autograd.tracing.record_operators import outside_of_recording
+from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.attention_calls import AttentionCall
 from gradsplit.compile_core.ir.flex_attention import (
     AttentionOptions,
@@ -34,6 +36,8 @@ from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 from gradsplit.compile_core.torch_facts.autograd_engine import are_transforms_active
 from gradsplit.compile_core.torch_facts.dispatcher import is_random
 from gradsplit.compile_core.torch_facts.torch_switches import without_autocast
+
+logger = logging.getLogger(__name__)
 
 # Where there are kernels for the calls.
 DEVICE_TYPES = frozenset({"cuda"})
@@ -65,16 +69,20 @@ class FlexAttention:
         *tensors: torch.Tensor,
     ) -> Sequence[torch.Tensor]:
         given = AttentionTensors.of(options, tensors)
-        if not isinstance(tensors[0], FakeTensor) and _may_have_kernels(given):
+        if isinstance(tensors[0], FakeTensor) or given.query.device.type not in DEVICE_TYPES:
+            return flex_attention(score_body, mask_body, options, *tensors)
+        try:
+            _check(given)
             with without_autocast():
                 calls = self._trace(score_body, mask_body, options, given)
-            if calls is not None:
-                key, value = (t.expand(given.query.size(0), -1, -1, -1) for t in (given.key, given.value))
-                rest = (*given.lists, *given.score_reads, *given.mask_reads)
-                if calls.backward is None:
-                    return self._calls.call(calls.forward, (given.query, key, value, *rest))
-                return _Attend.apply(self._calls, calls, given.query, key, value, *rest)  # type: ignore[return-value]
-        return flex_attention(score_body, mask_body, options, *tensors)
+        except Unsupported as reason:
+            logger.info("flex_attention has all scores in memory: %s", reason.explanation)
+            return flex_attention(score_body, mask_body, options, *tensors)
+        key, value = (t.expand(given.query.size(0), -1, -1, -1) for t in (given.key, given.value))
+        rest = (*given.lists, *given.score_reads, *given.mask_reads)
+        if calls.backward is None:
+            return self._calls.call(calls.forward, (given.query, key, value, *rest))
+        return _Attend.apply(self._calls, calls, given.query, key, value, *rest)  # type: ignore[return-value]
 
     def _trace(
         self,
@@ -82,7 +90,7 @@ class FlexAttention:
         mask_body: GraphModule,
         options: AttentionOptions,
         given: AttentionTensors,
-    ) -> _Calls | None:
+    ) -> _Calls:
         query = given.query
         shape = (*query.shape[:3], given.key.shape[2])
         dtype = score_dtype(query)
@@ -98,8 +106,6 @@ class FlexAttention:
                 result = laid_out_like(query.new_empty(*query.shape[:3], given.value.shape[3]), query)
             changed = self._body(score_body, [scores, *score_reads])
             mask = self._body(mask_body, mask_reads)
-            if changed is None or mask is None:
-                return None
             rows = TensorSpec.contiguous(tuple(shape[:3]), dtype, query.device)
             results = (TensorSpec.of(result), rows, rows)
             mask_module = _with_outputs(mask, [0], 0)
@@ -107,23 +113,21 @@ class FlexAttention:
         forward = AttentionCall("forward", options, forward_module, mask_module, results)
         if not tracked:
             return _Calls(forward, None)
-        if changed.gradient is None or mask.joint.tangents:
-            return None
-        both = _with_outputs(changed, [0, changed.gradient], 1)
+        _require(changed.gradient is not None, "the scores have no gradient")
+        both = _with_outputs(changed, [0, changed.joint.num_outputs], 1)
         size = query.size(0)
         gradients = [
             dense_spec(TensorSpec.of(tensor.expand(size, -1, -1, -1).detach())) for tensor in operands
         ]
         return _Calls(forward, AttentionCall("backward", options, both, mask_module, gradients))
 
-    def _body(self, body: GraphModule, examples: Sequence[torch.Tensor]) -> _TracedBody | None:
-        """A traced body, None where what it does cannot be part of a kernel."""
+    def _body(self, body: GraphModule, examples: Sequence[torch.Tensor]) -> _TracedBody:
         with self._fake_mode:
             apart = with_separate_results(body, examples)
         joint = self._trace_body(apart, examples)
-        if joint.signature.mutated or any(is_random(node) for node in joint.module.graph.nodes):
-            return None
-        return None if not isinstance(joint.signature.results[0], int) else _TracedBody(joint)
+        draws = any(is_random(node) for node in joint.module.graph.nodes)
+        _require(not joint.signature.mutated and not draws, "a function of scores does more than compute")
+        return _TracedBody(joint)
 
 
 @dataclass(frozen=True)
@@ -145,23 +149,31 @@ class _TracedBody:
         return position
 
     @property
-    def gradient(self) -> int | None:
-        """The position of the scores' gradient among the graph's outputs, if the result depends on them."""
-        outputs = self.joint.module.graph.output_node().args[0]
+    def gradient(self) -> Any:
+        """The node of the scores' gradient, if the result depends on them."""
+        outputs: Any = self.joint.module.graph.output_node().args[0]
         position = self.joint.num_outputs
-        assert isinstance(outputs, (tuple, list))
-        return position if len(outputs) > position and outputs[position] is not None else None
+        return outputs[position] if len(outputs) > position else None
 
 
-def _may_have_kernels(given: AttentionTensors) -> bool:
-    operands = (given.query, given.key, given.value)
-    return (
-        given.query.device.type in DEVICE_TYPES
-        and len({tensor.dtype for tensor in operands}) == 1
-        and not are_transforms_active()
-        and not any(isinstance(size, torch.SymInt) for tensor in given.flat for size in tensor.shape)
-        and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given.score_reads))
-    )
+def _check(given: AttentionTensors) -> None:
+    """Whether kernels may do it.
+
+    Raises:
+        Unsupported: they may not.
+    """
+    dtypes = {tensor.dtype for tensor in (given.query, given.key, given.value)}
+    _require(len(dtypes) == 1, "query, key and value have several dtypes")
+    _require(not are_transforms_active(), "a transform of torch.func is around it")
+    is_open = any(isinstance(size, torch.SymInt) for tensor in given.flat for size in tensor.shape)
+    _require(not is_open, "a size differs between calls")
+    wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given.score_reads)
+    _require(not wanted, "a tensor that score_mod reads has a gradient")
+
+
+def _require(holds: bool, reason: str) -> None:
+    if not holds:
+        raise Unsupported("attention-call", reason)
 
 
 def _with_outputs(body: _TracedBody, positions: Sequence[int], num_tangents: int) -> GraphModule:

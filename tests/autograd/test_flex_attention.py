@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -67,7 +68,9 @@ def test_a_call_forward_and_a_call_backward(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("read", ["score", "nothing", "random"])
-def test_plain_operators_where_kernels_could_not(read: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_operators_where_kernels_could_not(
+    read: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(traced, "DEVICE_TYPES", frozenset({"cpu"}))
     slopes = torch.randn(4, requires_grad=True)
 
@@ -79,7 +82,10 @@ def test_plain_operators_where_kernels_could_not(read: str, monkeypatch: pytest.
     others = (slopes if read == "score" else slopes.detach(),)
     if read == "random":
         monkeypatch.setattr(traced, "is_random", lambda node: True)
-    assert not calls_of(program(changed, others))
+    with caplog.at_level(logging.INFO):
+        assert not calls_of(program(changed, others))
+    reasons = {"score": "has a gradient", "nothing": "have no gradient", "random": "more than compute"}
+    assert reasons[read] in caplog.text
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "triton"])
