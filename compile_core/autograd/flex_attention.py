@@ -78,7 +78,9 @@ class FlexAttention:
         except Unsupported as reason:
             logger.info("flex_attention has all scores in memory: %s", reason.explanation)
             return flex_attention(score_body, mask_body, options, *tensors)
-        key, value = (t.expand(given.query.size(0), -1, -1, -1) for t in (given.key, given.value))
+        key, value = given.key, given.value
+        if key.size(0) != given.query.size(0):
+            key, value = (tensor.expand(given.query.size(0), -1, -1, -1) for tensor in (key, value))
         rest = (*given.lists, *given.score_reads, *given.mask_reads)
         if calls.backward is None:
             return self._calls.call(calls.forward, (given.query, key, value, *rest))
@@ -99,11 +101,13 @@ class FlexAttention:
         specs = [
             [TensorSpec.of(tensor) for tensor in reads] for reads in (given.score_reads, given.mask_reads)
         ]
+        query_spec = TensorSpec.of(query)
         with outside_of_recording():
             with self._fake_mode:
                 scores = torch.empty(shape, dtype=dtype, device=query.device).requires_grad_(tracked)
                 score_reads, mask_reads = ([spec.empty() for spec in part] for part in specs)
-                result = laid_out_like(query.new_empty(*query.shape[:3], given.value.shape[3]), query)
+                like = query_spec.empty()
+                result = laid_out_like(like.new_empty(*shape[:3], given.value.shape[3]), like)
             changed = self._body(score_body, [scores, *score_reads])
             mask = self._body(mask_body, mask_reads)
             rows = TensorSpec.contiguous(tuple(shape[:3]), dtype, query.device)

@@ -115,6 +115,19 @@ def test_the_program_is_printed_and_verified(tmp_path: Path) -> None:
             verify_program(replace(program, steps=steps))
 
 
+def test_results_and_gradients_are_stored_where_they_are_wanted(tmp_path: Path) -> None:
+    case = Case(alibi, causal, batch=2, heads=(4, 2))
+    attend = case.program()
+    kernels = AttentionKernels(_no_kernel, tmp_path)
+    operands = [tensor.requires_grad_() for tensor in case.operands()]
+    result = kernels.compiled(lambda *given: attend(*given)[0])(*operands)
+    assert result.stride() == operands[0].stride()
+    result.sum().backward()
+    forward, backward = ([type(step) for step in program.steps] for program in kernels.programs)
+    assert forward == [AttentionNest]
+    assert backward.count(AttentionNest) == 2 and len(backward) == 3, "delta and the kernels, no copies"
+
+
 def test_tiles_divide_the_blocks_of_the_mask() -> None:
     def tile(block: int, lengths: tuple[int, int] = (4096, 4096), elements: int = 64) -> Any:
         sizes = (elements, elements), lengths, (block, block), 227 << 10
