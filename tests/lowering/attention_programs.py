@@ -144,9 +144,11 @@ class AttentionKernels:
     folder: Path
     sources: list[KernelSource] = field(default_factory=list)
     programs: list[LoopProgram] = field(default_factory=list)
+    regions: list[Compute] = field(default_factory=list)
 
     def compile_region(self, compute: Compute, options: CompileOptions, dump: StageDump) -> Any:
         moved = replace(compute, module=_moved(compute.module))
+        self.regions.append(moved)
         generated, sources = generate_region(moved, options, dump)
         self.programs.append(generated)
         named = {source.name: source for source in sources}
@@ -170,8 +172,23 @@ class AttentionKernels:
         backend = RegionBackend("attention", self.compile_region, lambda *_: decomposition_table("cuda"))
         options = CompileOptions(cache_folder=self.folder, verify=True)
         compile_with = functools.partial(compile_graph, backend=backend, options=options)
-        traced.DEVICE_TYPES = frozenset({"cpu"})
-        return CompiledFunction(function, compile_with, fullgraph=True)
+        compiled = CompiledFunction(function, compile_with, fullgraph=True)
+
+        def call(*operands: torch.Tensor) -> Any:
+            devices = traced.DEVICE_TYPES
+            traced.DEVICE_TYPES = frozenset({"cpu"})
+            try:
+                return compiled(*operands)
+            finally:
+                traced.DEVICE_TYPES = devices
+
+        return call
+
+
+def no_kernel(source: KernelSource, tensors: Sequence[torch.Tensor]) -> None:
+    """What the kernels would compute is not looked at."""
+    for tensor in tensors:
+        tensor.zero_()
 
 
 def _moved(module: GraphModule) -> GraphModule:

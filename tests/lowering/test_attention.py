@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,7 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 import gradsplit
-from gradsplit.compile_core.autograd import flex_attention as traced
 from gradsplit.compile_core.errors import InternalError
-from gradsplit.compile_core.ir.kernels import KernelSource
 from gradsplit.compile_core.ir.loops import AttentionNest, AttentionTile, LoopProgram
 from gradsplit.compile_core.ir.print_loops import print_program
 from gradsplit.compile_core.ir.verify_loops import verify_program
@@ -33,24 +30,13 @@ from tests.lowering.attention_programs import (
     alibi,
     causal,
     identity,
+    no_kernel,
 )
-
-
-@pytest.fixture(autouse=True)
-def _only_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The programs are traced as on a GPU; afterwards nothing is."""
-    monkeypatch.setattr(traced, "DEVICE_TYPES", traced.DEVICE_TYPES)
-
-
-def _no_kernel(source: KernelSource, tensors: Sequence[torch.Tensor]) -> None:
-    """What the kernels would compute is not looked at."""
-    for tensor in tensors:
-        tensor.zero_()
 
 
 def kernels_of(case: Case, folder: Path) -> AttentionKernels:
     """What is generated for a step."""
-    kernels = AttentionKernels(_no_kernel, folder)
+    kernels = AttentionKernels(no_kernel, folder)
     results = kernels.compiled(case.program())(*(tensor.requires_grad_() for tensor in case.operands()))
     torch.autograd.backward(results[:2], [torch.zeros_like(result) for result in results[:2]])
     return kernels
@@ -78,7 +64,7 @@ def test_they_compile_for_a_gpu(tmp_path: Path) -> None:
 def test_what_kernels_cannot_do_is_right_without(
     case: Case, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kernels = AttentionKernels(_no_kernel, tmp_path)
+    kernels = AttentionKernels(no_kernel, tmp_path)
     operands = case.operands()
     with caplog.at_level(logging.INFO):
         found = kernels.compiled(case.program())(*operands)
@@ -88,7 +74,7 @@ def test_what_kernels_cannot_do_is_right_without(
 
 def program_of(case: Case, folder: Path) -> LoopProgram:
     """The region of its forward."""
-    kernels = AttentionKernels(_no_kernel, folder)
+    kernels = AttentionKernels(no_kernel, folder)
     kernels.compiled(case.program())(*case.operands())
     return kernels.programs[0]
 
@@ -118,7 +104,7 @@ def test_the_program_is_printed_and_verified(tmp_path: Path) -> None:
 def test_results_and_gradients_are_stored_where_they_are_wanted(tmp_path: Path) -> None:
     case = Case(alibi, causal, batch=2, heads=(4, 2))
     attend = case.program()
-    kernels = AttentionKernels(_no_kernel, tmp_path)
+    kernels = AttentionKernels(no_kernel, tmp_path)
     operands = [tensor.requires_grad_() for tensor in case.operands()]
     result = kernels.compiled(lambda *given: attend(*given)[0])(*operands)
     assert result.stride() == operands[0].stride()
