@@ -27,6 +27,7 @@ from gradsplit.compile_core.ir.print_loops import print_program
 from gradsplit.compile_core.ir.schedule import Compute
 from gradsplit.compile_core.ir.verify_graphs import verify_joint
 from gradsplit.compile_core.ir.verify_loops import verify_program
+from gradsplit.compile_core.lowering.attention.place_attention import place_attention
 from gradsplit.compile_core.lowering.fusion.batch_nests import batch_nests
 from gradsplit.compile_core.lowering.fusion.fuse import fuse
 from gradsplit.compile_core.lowering.fusion.join_columns import join_column_sums
@@ -131,7 +132,13 @@ LOOP_PASSES: Sequence[Pass[LoopProgram, RegionChoices]] = (
     ),
     Pass("overwrite_inputs", lambda program, region: overwrite_inputs(program, region.compute)),
     Pass("batch_nests", lambda program, region: batch_nests(program)),
+    # Its kernels take nothing over from other steps, nor these from them.
+    Pass("place_attention", lambda program, region: place_attention(program, _precision())),
 )
+
+
+def _precision() -> str:
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def run_passes(

@@ -189,10 +189,11 @@ LOWERING_EDGES: dict[str, tuple[str, ...]] = {
     "triton_kernels": ("nests", "tiling"),
     "build": ("cpp_kernels", "nests", "triton_kernels"),
     "products": ("build", "cpp_kernels", "nests", "triton_kernels"),
+    "attention": ("graph_to_loops",),
     "lowering": (),
 }
 
-# The same of `compile_core.autograd`: the two files beside its parts trace a whole graph, and bodies inside it.
+# The same of `compile_core.autograd`: the files beside its parts trace a whole graph, and bodies inside it.
 AUTOGRAD_EDGES: dict[str, tuple[str, ...]] = {
     "captured_graphs": ("operators",),
     "operators": (),
@@ -201,7 +202,8 @@ AUTOGRAD_EDGES: dict[str, tuple[str, ...]] = {
     "partitioning": ("operators",),
     "bound_graphs": ("operators",),
     "control_flow": ("captured_graphs", "partitioning", "tracing"),
-    "trace_joint": ("captured_graphs", "control_flow", "operators", "rewrites", "tracing"),
+    "flex_attention": ("captured_graphs", "control_flow", "tracing"),
+    "trace_joint": ("captured_graphs", "control_flow", "flex_attention", "operators", "rewrites", "tracing"),
     "autograd": (),
 }
 

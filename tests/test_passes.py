@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from gradsplit.compile_core.observe.dump import StageDump
 from gradsplit.compile_core.options import CompileOptions
 from gradsplit.compile_core.passes import CAPTURED_PASSES, JOINT_PASSES, LOOP_PASSES, RegionChoices
 from tests.autograd.compare_with_eager import captured, fakes
+from tests.lowering.attention_programs import AttentionKernels, Case, causal, no_kernel, softcap
 from tests.lowering.band_programs import norm_backward
 from tests.lowering.lowering_harness import compute_of, trace
 from tests.lowering.move_graph import on_gpu
@@ -127,6 +129,15 @@ def overwrite_inputs() -> Any:
     return fuse(lower(compute)), region(compute)
 
 
+def place_attention() -> tuple[LoopProgram, RegionChoices]:
+    case = Case(softcap, causal, lengths=(20, 30), block=16)
+    with tempfile.TemporaryDirectory() as folder:
+        kernels = AttentionKernels(no_kernel, Path(folder))
+        kernels.compiled(case.program())(*case.operands())
+    compute = kernels.regions[0]
+    return fuse(lower(compute)), region(compute)
+
+
 EXAMPLES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "open_probabilities": open_probabilities,
     "known_masks": known_masks,
@@ -144,6 +155,7 @@ EXAMPLES: dict[str, Callable[[], tuple[Any, Any]]] = {
     ),
     "overwrite_inputs": overwrite_inputs,
     "batch_nests": lambda: loops_of(lambda *tensors: [2 * t for t in tensors], *map(torch.ones, (3, 4, 5))),
+    "place_attention": place_attention,
 }
 
 

@@ -115,7 +115,7 @@ class ControlFlow:
         with outside_of_recording():
             with self._fake_mode:
                 examples = [spec.empty().requires_grad_(tracked) for spec, tracked in like]
-                apart = _with_separate_results(body, examples)
+                apart = with_separate_results(body, examples)
             joint = self._trace_body(apart, examples)
         if joint.signature.mutated:
             raise Unsupported("mutation-in-branch", "a branch or a loop's step changes a tensor in place")
@@ -173,7 +173,7 @@ class _TracedBody:
         return {position: gradient for position, gradient in pairs if gradient is not None}
 
 
-def _with_separate_results(body: GraphModule, examples: Sequence[torch.Tensor]) -> GraphModule:
+def with_separate_results(body: GraphModule, examples: Sequence[torch.Tensor]) -> GraphModule:
     """The body with copies for results in the memory of an input or of one another, as ``torch.cond`` gives them."""
     with torch.no_grad():
         results = body(*examples)

@@ -31,6 +31,7 @@ from gradsplit.compile_core.autograd.captured_graphs.calling_convention import (
 from gradsplit.compile_core.autograd.captured_graphs.preserved_modes import preserved_modes
 from gradsplit.compile_core.autograd.captured_graphs.replace_calls import replace_calls
 from gradsplit.compile_core.autograd.control_flow import ControlFlow
+from gradsplit.compile_core.autograd.flex_attention import FlexAttention
 from gradsplit.compile_core.autograd.operators.gradient_sources import gradient_sources
 from gradsplit.compile_core.autograd.operators.graph_nodes import marked_as_backward
 from gradsplit.compile_core.autograd.rewrites.result_layouts import keep_layouts
@@ -95,9 +96,12 @@ def trace_joint(
     module = symbols.keep(operations.keep(module))
     with kept_calls() as calls:
         control_flow = ControlFlow(calls, fake_mode, lambda body, inputs: trace_joint(body, inputs, {}))
+        attention = FlexAttention(
+            calls, fake_mode, lambda body, inputs: trace_joint(body, inputs, decompositions)
+        )
         replacements = {
             higher_order.checkpoint: run_marked, tag_activation_checkpoint: run_tagged,
-            **control_flow.replacements(), **noted_default_dtypes(),
+            **control_flow.replacements(), **attention.replacements(), **noted_default_dtypes(),
             **functional_custom_operators(module, calls, fake_mode), **layered_networks(fake_mode),
         }  # fmt: skip
         traceable = replace_calls(module, replacements)

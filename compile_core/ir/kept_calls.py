@@ -26,9 +26,11 @@ class KeptCall:
     Attributes:
         results: the layouts of what it returns; a result in another layout is copied.
         tags: none of torch's, so that nothing is assumed of it.
+        depends_on_data: what its function runs may differ between calls.
     """
 
     tags: tuple[torch.Tag, ...] = ()
+    depends_on_data = True
     _schema = OPERATOR._schema
 
     def __init__(

@@ -284,6 +284,72 @@ class ProductNest:
         return self.epilogue.origins
 
 
+@dataclass(frozen=True)
+class ScoreBody:
+    """What is computed of each score of an attention, as a body over all scores.
+
+    Attributes:
+        nest: without reductions and stores, over batch, heads, queries and keys.
+        axes: how many axes of the nest each of these four has.
+        score, arriving: buffers that are not in memory: a load from them is the score itself, or the gradient of the
+            changed score.
+        keep, changed, gradient: the values that say whether a score counts, and that are the changed score, in float32,
+            and the gradient of the score, which only a backward has.
+    """
+
+    nest: LoopNest
+    axes: tuple[int, int, int, int]
+    score: str
+    arriving: str
+    keep: int
+    changed: int
+    gradient: int | None = None
+
+
+@dataclass(frozen=True)
+class AttentionTile:
+    """What one program of an attention computes: the side that stays, and the one that it walks in steps."""
+
+    queries: int
+    keys: int
+    stages: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class AttentionNest:
+    """An attention with changed scores as a generated kernel, which has a tile of the scores at a time.
+
+    Attributes:
+        name: unique in its program.
+        part: ``"forward"``, ``"query_gradient"`` or ``"key_gradients"``; the last walks queries, the others keys.
+        operands: query, key, value, each ``[batch, heads, length, elements]``, where heads of queries are a multiple of
+            those of keys; in a gradient also that of the result, ``[batch, heads, queries, elements]``, the logarithms
+            of the sums of exponentials to the base of 2, and delta, each ``[batch, heads, queries]``.
+        lists: for each block of the side that stays how many blocks of the other have scores that count, and which;
+            then the same of blocks in which all scores count. Batch and heads may be one for all.
+        block_sizes: how many queries and keys such a block has.
+        results: the result, the logarithms, the maxima; or the gradients. None for what nobody reads.
+        body: what is done to each score.
+        scale: of the products of queries and keys.
+        tile: how it is cut.
+        precision: ``"ieee"`` or ``"tf32"`` for float32; says nothing for 16-bit floats.
+        origins: names of the graph nodes that it computes, for people.
+    """
+
+    name: str
+    part: str
+    operands: tuple[View, ...]
+    lists: tuple[View, ...]
+    block_sizes: tuple[int, int]
+    results: tuple[View | None, ...]
+    body: ScoreBody
+    scale: float
+    tile: AttentionTile
+    precision: str = "ieee"
+    origins: tuple[str, ...] = ()
+
+
 def operands(statement: Statement) -> tuple[int, ...]:
     """The values that a statement reads, in a fixed order."""
     match statement:
@@ -301,7 +367,7 @@ def operands(statement: Statement) -> tuple[int, ...]:
             return ()
 
 
-GeneratedStep = LoopNest | NestBatch | BandNest | ProductNest
+GeneratedStep = LoopNest | NestBatch | BandNest | ProductNest | AttentionNest
 Step = GeneratedStep | ExternCall
 
 

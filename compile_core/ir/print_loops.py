@@ -11,6 +11,7 @@ import torch
 from gradsplit.compile_core.ir.loops import (
     Access,
     Apply,
+    AttentionNest,
     BandNest,
     Constant,
     ExternCall,
@@ -50,6 +51,8 @@ def print_step(step: Step) -> str:
         product = f"{step.product} = {_view(step.left)} @ {_view(step.right)}"
         block = f"{tile.rows}x{tile.columns}x{tile.inner}, {tile.stages} stages, {tile.warps} warps"
         return f"product {product} in blocks of {block}, {step.precision}, into\n{print_nest(step.epilogue)}"
+    if isinstance(step, AttentionNest):
+        return _print_attention(step)
     if isinstance(step, NestBatch):
         sizes = ", ".join(str(prod(member.extents)) for member in step.members)
         return f"batch {step.name} of nests like the first, over {sizes}\n  " + print_nest(
@@ -119,6 +122,19 @@ def _print_call(call: ExternCall) -> str:
     arguments += [f"{name}={_view(view)}" for name, view in call.out.items()]
     results = ", ".join(name or "_" for name in call.outputs)
     return f"{results} = {call.target}({', '.join(arguments)})"
+
+
+def _print_attention(step: AttentionNest) -> str:
+    tile, body = step.tile, step.body
+    results = ", ".join("_" if view is None else _view(view) for view in step.results)
+    given = ", ".join(_view(view) for view in (*step.operands, *step.lists))
+    cut = f"tiles of {tile.queries}x{tile.keys}, {tile.stages} stages, {tile.warps} warps, {step.precision}"
+    gradient = "" if body.gradient is None else f", gradient %{body.gradient} of {body.arriving}"
+    values = f"%{body.changed} of {body.score} where %{body.keep}{gradient}"
+    return (
+        f"attention {step.part} {results} = ({given}) by blocks of {step.block_sizes} in {cut}, "
+        f"scale {step.scale}, with {values} in\n{print_nest(body.nest)}"
+    )
 
 
 def _argument(argument: Any) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gradsplit.compile_core.ir.loops import (
+    AttentionNest,
     BandNest,
     ExternCall,
     Load,
@@ -37,6 +38,9 @@ def reads(step: Step) -> frozenset[str]:
         return combined_buffers(step).union(s.access.buffer for s in step.body if isinstance(s, Load))
     if isinstance(step, ProductNest):
         return (reads(step.epilogue) - {step.product}) | {step.left.buffer, step.right.buffer}
+    if isinstance(step, AttentionNest):
+        given = {view.buffer for view in (*step.operands, *step.lists)}
+        return (reads(step.body.nest) - {step.body.score, step.body.arriving}) | given
     if isinstance(step, NestBatch):
         return frozenset[str]().union(*map(reads, step.members))
     if isinstance(step, BandNest):
@@ -50,6 +54,8 @@ def writes(step: Step) -> frozenset[str]:
         return frozenset(s.access.buffer for s in step.body if isinstance(s, Store))
     if isinstance(step, ProductNest):
         return writes(step.epilogue)
+    if isinstance(step, AttentionNest):
+        return frozenset(view.buffer for view in step.results if view is not None)
     if isinstance(step, NestBatch):
         return frozenset[str]().union(*map(writes, step.members))
     if isinstance(step, BandNest):

@@ -9,6 +9,7 @@ vary where its address stands still; steps read only what was written before; no
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -20,6 +21,7 @@ from gradsplit.compile_core.ir.loops import (
     SCALAR_OPERATIONS,
     Access,
     Apply,
+    AttentionNest,
     BandNest,
     Constant,
     ExternCall,
@@ -71,6 +73,8 @@ def verify_program(program: LoopProgram) -> None:
             verify_nest(step, program.buffers, label)
         elif isinstance(step, ProductNest):
             _check_product(step, program.buffers, label)
+        elif isinstance(step, AttentionNest):
+            _check_attention(step, program.buffers, label)
         elif isinstance(step, BandNest):
             _check_bands(step, program.buffers, label)
         elif isinstance(step, NestBatch):
@@ -99,7 +103,9 @@ def verify_program(program: LoopProgram) -> None:
 def _step_name(step: Step) -> str:
     if isinstance(step, ExternCall):
         return f"call of {step.target}"
-    kinds = {LoopNest: "nest", ProductNest: "product", BandNest: "bands", NestBatch: "batch"}
+    kinds = {
+        LoopNest: "nest", ProductNest: "product", AttentionNest: "attention", BandNest: "bands", NestBatch: "batch",
+    }  # fmt: skip
     return f"{kinds[type(step)]} {step.name}"
 
 
@@ -119,6 +125,30 @@ def _check_product(step: ProductNest, buffers: Mapping[str, TensorSpec], label: 
     sizes = (prod(extents[:first]), prod(extents[first:second]), prod(extents[second:]))
     _rule(sizes == (prod(batch), rows, step.right.shape[-1]), label, "has an epilogue of another size")
     overwritten = {step.left.buffer, step.right.buffer} & writes(step)
+    _rule(not overwritten, label, f"overwrites its operand {sorted(overwritten)}")
+
+
+def _check_attention(step: AttentionNest, buffers: Mapping[str, TensorSpec], label: str) -> None:
+    body = step.body
+    nest = body.nest
+    _check_body(nest, buffers, label)
+    views = [*step.operands, *step.lists, *(view for view in step.results if view is not None)]
+    for view in views:
+        _check_view(view, buffers, label)
+    query, key, value = step.operands[:3]
+    batch, heads, queries, elements = query.shape
+    shape = (batch, heads, queries, key.shape[2])
+    firsts = [sum(body.axes[:dim]) for dim in range(5)]
+    sizes = tuple(prod(nest.extents[a:b]) for a, b in pairwise(firsts))
+    _rule(sizes == shape, label, f"has a body over {sizes} for scores of {shape}")
+    _rule(key.shape[3] == elements and key.shape[:3] == value.shape[:3], label, "has keys that do not fit")
+    _rule(key.shape[0] == batch and heads % key.shape[1] == 0, label, "has heads that do not fit")
+    _rule(len(step.lists) in (2, 4), label, "has lists of neither some blocks nor some and whole ones")
+    _rule(len(step.operands) == (3 if step.part == "forward" else 6), label, "has other operands")
+    values = [body.keep, body.changed, *([] if body.gradient is None else [body.gradient])]
+    _rule(not any(isinstance(nest.body[value], Store) for value in values), label, "names a store as a value")
+    _rule((body.gradient is None) == (step.part == "forward"), label, "has a gradient in the forward only")
+    overwritten = {view.buffer for view in (*step.operands, *step.lists)} & writes(step)
     _rule(not overwritten, label, f"overwrites its operand {sorted(overwritten)}")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.kernels import BuiltKernel, KernelSource, StartedBuild
-from gradsplit.compile_core.ir.loops import BandNest, GeneratedStep, NestBatch, ProductNest
+from gradsplit.compile_core.ir.loops import AttentionNest, BandNest, GeneratedStep, NestBatch, ProductNest
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 from gradsplit.compile_core.lowering.cpp_kernels.build_cpp import start_cpp
 from gradsplit.compile_core.lowering.cpp_kernels.codegen_cpp import generate_cpp
@@ -16,6 +16,7 @@ from gradsplit.compile_core.lowering.cpp_kernels.codegen_cpp_batch import genera
 from gradsplit.compile_core.lowering.nests.kernel_bases import rebased
 from gradsplit.compile_core.lowering.nests.passes import buffers_of
 from gradsplit.compile_core.lowering.triton_kernels.build_triton import start_triton
+from gradsplit.compile_core.lowering.triton_kernels.codegen_attention import generate_attention
 from gradsplit.compile_core.lowering.triton_kernels.codegen_bands import generate_bands
 from gradsplit.compile_core.lowering.triton_kernels.codegen_product import generate_product
 from gradsplit.compile_core.lowering.triton_kernels.codegen_triton import generate_triton
@@ -50,7 +51,7 @@ def build(sources: Sequence[KernelSource], cache_folder: Path) -> Mapping[str, B
 
 
 def generate(step: GeneratedStep, buffers: Mapping[str, TensorSpec]) -> KernelSource:
-    """Source for the device that a nest's buffers are on; of a product, a GPU.
+    """Source for the device that a nest's buffers are on; of a product or an attention, a GPU.
 
     Raises:
         Unsupported: the buffers are on several devices or on one without code generation, or a dtype is not
@@ -58,6 +59,8 @@ def generate(step: GeneratedStep, buffers: Mapping[str, TensorSpec]) -> KernelSo
     """
     if isinstance(step, ProductNest):
         return generate_product(step, buffers)
+    if isinstance(step, AttentionNest):
+        return generate_attention(step, buffers)
     nests = (
         step.members if isinstance(step, NestBatch) else [step.rows if isinstance(step, BandNest) else step]
     )

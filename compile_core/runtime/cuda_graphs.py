@@ -193,7 +193,7 @@ def reason_against(module: torch.fx.GraphModule) -> str:
 
 def _reason_against_node(node: torch.fx.Node) -> str:
     target = node.target
-    if isinstance(target, KeptCall):
+    if isinstance(target, KeptCall) and target.depends_on_data:
         return f"what {target} runs depends on data"
     if isinstance(target, torch._ops.OpOverload) and torch.Tag.cudagraph_unsafe in target.tags:
         return f"{target} is marked as unsafe in CUDA graphs"

@@ -34,6 +34,12 @@ associative_scan = private(
     "torch.associative_scan of tensors that require gradients, in programs",
     PROGRAMS_RUN_PLAIN,
 )
+flex_attention_operator = private(
+    "torch._higher_order_ops.flex_attention:flex_attention", "flex_attention in programs", PROGRAMS_RUN_PLAIN
+)
+vmap_over_scores = private(
+    "torch.nn.attention.flex_attention:_vmap_for_bhqkv", "flex_attention in programs", PROGRAMS_RUN_PLAIN
+)
 _kernel_key = private(
     "torch._C:DispatchKey.CompositeExplicitAutograd",
     "other operators that take functions, in programs",

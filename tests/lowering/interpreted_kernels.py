@@ -54,6 +54,7 @@ def jit_function(source: KernelSource, folder: Path) -> Any:
     interpreter._convert_float = _converted
     interpreter.ReduceOps.generic_reduce = _reduced
     interpreter.InterpretedFunction.__call__ = _call_device_function
+    _let_numbers_bound_loops()
     # Overflow is asserted in debug mode only, and otherwise computed for nothing.
     options = interpreter.interpreter_builder.options
     interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
@@ -129,6 +130,19 @@ def _call_device_function(function: Any, *arguments: Any, **named: Any) -> Any:
     """The interpreter's own patches Triton's language before each call, and leaves it so."""
     _patch_language_for(function.fn)
     return function.rewrite()(*arguments, **named)
+
+
+@functools.cache
+def _let_numbers_bound_loops() -> None:
+    """The interpreter's scalars are arrays of one element, which NumPy no longer takes for numbers."""
+    interpreter = triton.runtime.interpreter
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, *scope: Any) -> None:
+        patch(tensor, *scope)
+        tensor.__index__ = lambda self: self.handle.data.item()
+
+    interpreter._patch_lang_tensor = patched
 
 
 @functools.cache

@@ -12,12 +12,13 @@ import pytest
 _ROOT = Path(__file__).parents[2]
 
 
-def check_interpreted(name: str) -> None:
+def check_interpreted(*names: str) -> None:
     """Runs the tests of ``tests/lowering/<name>.py``, which must all pass."""
     pytest.importorskip("triton")
+    files = [f"tests/lowering/{name}.py" for name in names]
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark",
-         "--import-mode=importlib", "-o", "pythonpath=.", "-o", "addopts=", f"tests/lowering/{name}.py"],
+         "--import-mode=importlib", "-o", "pythonpath=.", "-o", "addopts=", *files],
         cwd=_ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,

@@ -56,7 +56,8 @@ def test_they_compile_for_a_gpu(name: str, precision: str, tmp_path: Path) -> No
 
 
 def test_they_compute_in_the_interpreter() -> None:
-    check_interpreted("interpreted_products")
+    """Attention too, since a process of its own takes longer to start than to compute."""
+    check_interpreted("interpreted_products", "interpreted_attention")
 
 
 def test_tiles_fit_the_matrices() -> None:

@@ -12,6 +12,8 @@ from torch.fx import Graph, Node
 from torch.fx import traceback as node_metadata
 from torch.fx.node import map_arg
 
+from gradsplit.compile_core.ir.attention_calls import AttentionCall
+
 aten = torch.ops.aten
 
 
@@ -67,6 +69,9 @@ def memory_of(node: Node) -> Node:
 
 def _viewed(node: Node) -> Node | None:
     if node.op != "call_function":
+        return None
+    # Its results lie apart from one another.
+    if node.target is operator.getitem and isinstance(getattr(node.args[0], "target", None), AttentionCall):
         return None
     # ``_unsafe_view`` promises that nobody will mind the sharing; a caller who gets both tensors would.
     if node.target in (operator.getitem, aten._unsafe_view.default):

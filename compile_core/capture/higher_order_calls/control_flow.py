@@ -16,6 +16,7 @@ from gradsplit.compile_core.capture.higher_order_calls.bodies import (
     capture_body,
     tensors_of,
 )
+from gradsplit.compile_core.capture.higher_order_calls.flex_attention import attend
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.call_rules import answer_to, call_rule
 from gradsplit.compile_core.capture.values.constants import ConstantValue
@@ -27,6 +28,7 @@ from gradsplit.compile_core.torch_facts.higher_order_operators import (
     call_operator,
     cond,
     cond_operator,
+    flex_attention_operator,
     python_kernel,
     while_loop,
 )
@@ -83,6 +85,8 @@ def _call_operator(state: CaptureState, args: list[Value], kwargs: dict[str, Val
     tensors are, as in a state space model, torch's own operator leaves out what one is for the others.)"""
     operator, *given = args
     real = getattr(operator, "real", None)
+    if real is flex_attention_operator:
+        return attend(state, given, kwargs)
     kernel = python_kernel(real)
     differentiable = torch.is_grad_enabled() and any(
         tensor.node.meta["example_value"].requires_grad for tensor in state.tensor_of_fake.values()

@@ -6,6 +6,8 @@ other mode ends the graph: what it is shown are the calls of plain Python.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,6 +39,16 @@ def _pop(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Va
         raise state.unsupported("torch-function-mode", "the end of a mode that the capture has not entered")
     mode, _ = state.function_modes.pop()
     return mode
+
+
+@contextmanager
+def indexing_by_tensors(state: CaptureState) -> Iterator[None]:
+    """Inside, what the capture runs indexes as under the mode."""
+    state.function_modes.append((ConstantValue(None), _index_by_tensors))
+    try:
+        yield
+    finally:
+        state.function_modes.pop()
 
 
 def _index_by_tensors(state: CaptureState, tensor: TensorValue, key: Value) -> Value | None:

@@ -93,10 +93,29 @@ def lower(compute: Compute) -> LoopProgram:
     return _Lowering(compute).run()
 
 
+def lower_into(
+    builder: ProgramBuilder, module: torch.fx.GraphModule, inputs: Sequence[LazyTensor]
+) -> list[LazyTensor]:
+    """The results of a functional graph over tensors of a program under construction, as tensors of it.
+
+    Nothing that a body can compute is given memory, however often it is computed then.
+
+    Raises:
+        Unsupported: as ``lower``.
+    """
+    graph = module.graph
+    placeholders = graph.find_nodes(op="placeholder")
+    lowering = _Lowering(Compute("inlined", module, tuple(node.name for node in placeholders), ()), builder)
+    lowering.values.update(zip(placeholders, inputs, strict=True))
+    lowering.lower_nodes(GraphPlan(alive=plan_graph(graph, {}).alive))
+    results: Any = graph.output_node().args[0]
+    return [lowering.values[result] for result in results]
+
+
 class _Lowering:
-    def __init__(self, compute: Compute) -> None:
+    def __init__(self, compute: Compute, builder: ProgramBuilder | None = None) -> None:
         self.compute = compute
-        self.builder = ProgramBuilder()
+        self.builder = builder or ProgramBuilder()
         self.values: dict[torch.fx.Node, Any] = {}
         self.plan = GraphPlan()
         self.destination_buffers: dict[str, str] = {}
@@ -110,11 +129,7 @@ class _Lowering:
         for node in graph.nodes:
             if node.op == "placeholder":
                 self.values[node] = self._placeholder(node)
-        self.plan = plan_graph(graph, self._destinations(results))
-        self.concatenations = Concatenations(self.builder, graph, self.plan)
-        for node in graph.nodes:
-            if node in self.plan.alive and node.op in ("call_function", "get_attr"):
-                self.values[node] = self._lower_node(node)
+        self.lower_nodes(plan_graph(graph, self._destinations(results)))
         outputs = tuple(self._output(result, position) for position, result in enumerate(results))
         for target, source, origin in self.copies_to_inputs:
             # Where the caller's tensor is; for its readers, it may have been copied elsewhere meanwhile.
@@ -132,6 +147,14 @@ class _Lowering:
             outputs,
             kept=frozenset(k for k, name in enumerate(self.compute.outputs) if name in self.compute.kept),
         )
+
+    def lower_nodes(self, plan: GraphPlan) -> None:
+        """Gives values to the nodes of the graph but its inputs."""
+        graph, self.plan = self.compute.module.graph, plan
+        self.concatenations = Concatenations(self.builder, graph, self.plan)
+        for node in graph.nodes:
+            if node in self.plan.alive and node.op in ("call_function", "get_attr"):
+                self.values[node] = self._lower_node(node)
 
     # -- the region's borders
 

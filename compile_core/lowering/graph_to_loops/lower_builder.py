@@ -184,6 +184,20 @@ class ProgramBuilder:
         order = [d for d in range(len(shape)) if d not in reduced] + [
             d for d in range(len(shape)) if d in reduced
         ]
+        emitter, cuts = self.emit_over(shape, order, body, uncut)
+        reduced_axes = sum(len(cuts[d]) for d in reduced)
+        origins = (*(name for name in emitter.origins if name != origin), origin)
+        name, statements = self.nest_name(origins), tuple(emitter.statements)
+        self.steps.append(LoopNest(name, emitter.extents, reduced_axes, statements, origins))
+
+    def emit_over(
+        self,
+        shape: Sequence[int],
+        order: Sequence[int],
+        body: Callable[[Emitter, Index], None],
+        uncut: LazyTensor | None = None,
+    ) -> tuple[Emitter, Mapping[int, Sequence[int]]]:
+        """A body over the dims of ``shape`` in an order, and the extents of the axes that each dim is cut into."""
         cuts: dict[int, list[int]] = {d: [shape[d]] if shape[d] != 1 else [] for d in range(len(shape))}
         while True:
             extents = [extent for d in order for extent in cuts[d]]
@@ -211,14 +225,7 @@ class ProgramBuilder:
                 else:
                     self.realise_row_major(need.tensor)
             else:
-                break
-        reduced_axes = sum(len(cuts[d]) for d in reduced)
-        origins = (*(name for name in emitter.origins if name != origin), origin)
-        self.steps.append(
-            LoopNest(
-                self.nest_name(origins), tuple(extents), reduced_axes, tuple(emitter.statements), origins
-            )
-        )
+                return emitter, cuts
 
     def nest_name(self, origins: Iterable[str]) -> str:
         kinds = dict.fromkeys(origin.rstrip("0123456789").rstrip("_") for origin in origins)

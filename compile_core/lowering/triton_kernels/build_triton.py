@@ -38,7 +38,7 @@ from gradsplit.compile_core.toolchain.private_folders import MODE, usable_folder
 from gradsplit.compile_core.torch_facts.cuda import current_device, current_raw_stream
 
 _MODULE = "kernel.py"
-# Eager rounds a product before it adds.
+# Eager rounds a product before it adds; a kernel may say otherwise.
 _OPTIONS = {"enable_fp_fusion": False}
 # What a block may have on any GPU without asking.
 _SHARED_BYTES_ANYWHERE = 48 << 10
@@ -134,7 +134,7 @@ def compile_triton_for(
         CompileError: Triton is not installed, or fails.
     """
     _require_triton()
-    options = {**dict(source.meta), **_OPTIONS}
+    options = {**_OPTIONS, **dict(source.meta)}
     description = repr((source.pointers, sorted(options.items()), target, is_aligned))
     key = content_key(
         "triton kernel", triton_compiler.triton.__version__, _prelude(), source.text, description

@@ -1,0 +1,1 @@
+"""Attention with changed scores: which calls become generated kernels, and how these are cut."""
