@@ -188,8 +188,8 @@ LOWERING_EDGES: dict[str, tuple[str, ...]] = {
     "cpp_kernels": ("nests", "tiling"),
     "triton_kernels": ("nests", "tiling"),
     "build": ("cpp_kernels", "nests", "triton_kernels"),
-    "products": ("build", "cpp_kernels", "nests", "triton_kernels"),
-    "attention": ("graph_to_loops",),
+    "products": ("build", "cpp_kernels", "nests", "tiling", "triton_kernels"),
+    "attention": ("graph_to_loops", "tiling"),
     "lowering": (),
 }
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from gradsplit.compile_core.ir.loops import AttentionTile
+from gradsplit.compile_core.lowering.tiling.tiling_triton import power_of_two
 
 # Numbers of rows, and what Triton exchanges between threads.
 _OTHER_BYTES = 4096
@@ -91,8 +92,3 @@ def _shared_bytes(part: str, tile: AttentionTile, sizes: AttentionSizes) -> int:
     stays, walked = (tile.keys, tile.queries) if part == "key_gradients" else (tile.queries, tile.keys)
     kept = wide if part == "forward" else wide + narrow
     return (tile.stages * walked * (wide + narrow) + stays * kept) * sizes.dtype.itemsize + _OTHER_BYTES
-
-
-def power_of_two(size: int) -> int:
-    """The least power of two that is not less."""
-    return 1 << max(0, size - 1).bit_length()

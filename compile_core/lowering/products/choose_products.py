@@ -25,6 +25,7 @@ from gradsplit.compile_core.lowering.products.fuse_products import (
     find_products,
     with_products,
 )
+from gradsplit.compile_core.lowering.tiling.tiling_triton import power_of_two
 from gradsplit.compile_core.lowering.triton_kernels.build_triton import triton_version
 from gradsplit.compile_core.toolchain.disk_cache import DiskCache, content_key
 
@@ -82,12 +83,8 @@ def tiles_for(product: ProductNest, dtype: torch.dtype) -> list[ProductTile]:
         for tile in _TILES
         if (tile.rows < 2 * rows or tile.rows <= 32) and (tile.columns < 2 * columns or tile.columns <= 32)
     ]
-    fitting = (replace(tile, inner=max(16, min(tile.inner, _power_of_two(inner)))) for tile in tiles)
+    fitting = (replace(tile, inner=max(16, min(tile.inner, power_of_two(inner)))) for tile in tiles)
     return list(dict.fromkeys(fitting))
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << max(0, size - 1).bit_length()
 
 
 def _tile_for(

@@ -24,7 +24,7 @@ from gradsplit.compile_core.ir.loops import AttentionNest, Constant, Load, View,
 from gradsplit.compile_core.ir.step_effects import reads, writes
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 from gradsplit.compile_core.lowering.nests.live_statements import needed_statements
-from gradsplit.compile_core.lowering.tiling.tiling_triton import GpuTiling
+from gradsplit.compile_core.lowering.tiling.tiling_triton import GpuTiling, power_of_two
 from gradsplit.compile_core.lowering.triton_kernels import scalar_triton
 from gradsplit.compile_core.lowering.triton_kernels.codegen_triton import TritonWriter, triton_source
 
@@ -90,8 +90,8 @@ class _AttentionWriter(TritonWriter):
         query, key, value = nest.operands[:3]
         self.shape = (*query.shape[:3], key.shape[2])
         self.group = query.shape[1] // key.shape[1]
-        self.elements = max(_LEAST_ELEMENTS, _power_of_two(query.shape[3]))
-        self.value_elements = max(_LEAST_ELEMENTS, _power_of_two(value.shape[3]))
+        self.elements = max(_LEAST_ELEMENTS, power_of_two(query.shape[3]))
+        self.value_elements = max(_LEAST_ELEMENTS, power_of_two(value.shape[3]))
         self.dtype = _TYPES[buffers[query.buffer].dtype]
         # A block may reach beyond what there is of a side, and so may a tile in it that divides the side.
         block = nest.block_sizes[self.walked - 2]
@@ -166,7 +166,7 @@ class _AttentionWriter(TritonWriter):
     @staticmethod
     def _is_padded(elements: int) -> bool:
         """Whether blocks have more elements in a row than there are."""
-        return _power_of_two(elements) != elements or elements < _LEAST_ELEMENTS
+        return power_of_two(elements) != elements or elements < _LEAST_ELEMENTS
 
     def statistics(self, sums: View, delta: View, index: str, inside: str) -> list[str]:
         """The two numbers that a gradient knows of each row of queries."""
@@ -448,7 +448,3 @@ _WRITERS: Mapping[str, type[_AttentionWriter]] = {
     "query_gradient": _QueryGradientWriter,
     "key_gradients": _KeyGradientsWriter,
 }
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << max(0, size - 1).bit_length()
