@@ -6,7 +6,6 @@ request a line from its input and answers each with a line, both JSON; ``toolcha
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import select
@@ -15,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 
@@ -44,10 +43,9 @@ def gpu_target(kind: str, architecture: int, warp_size: int) -> Any:
 
 def import_function(path: Path, name: str) -> Any:
     """A ``triton.jit`` function of a module that lies in a file; Triton reads its source from there."""
-    spec = importlib.util.spec_from_file_location(f"gradsplit_triton_{path.parent.name}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = ModuleType(f"gradsplit_triton_{path.parent.name}")
+    # Not by a loader, which leaves a folder beside it: what is built is kept on disk only if it is nothing but files.
+    exec(compile(path.read_bytes(), path, "exec"), vars(module))
     return getattr(module, name)
 
 
