@@ -115,7 +115,7 @@ class SizeAgreement:
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_s)
-        return self._store.multi_get(names)
+        return list(map(self._store.get, names))
 
     def _name(self, step: int, rank: int) -> str:
         return f"gradsplit-pipeline/{self._term}/{step}/{rank}"
