@@ -1,11 +1,13 @@
-"""Starts a program on several ranks as a user would, and waits for it."""
+"""Starts a program on several ranks as a user would, and waits for it; or ranks by themselves, which nobody ends."""
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 
@@ -18,13 +20,44 @@ def start_ranks(
     Args:
         environment: variables beside those of this process.
     """
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, "-m", "gradsplit.launch", "--nproc-per-node", str(processes), *program],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path, **environment},
+        env={**os.environ, "PYTHONPATH": _path(), **environment},
         capture_output=True,
         text=True,
         timeout=timeout_s,
         check=False,
     )
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def start_rank(
+    program: list[str], rank: int, processes: int, port: str, **settings: Any
+) -> subprocess.Popen[str]:
+    """One of the ranks of a job on this machine, without a launcher, which would end all when one ends.
+
+    Args:
+        port: where rank 0 has the store.
+        settings: of ``subprocess.Popen``.
+    """
+    environment = {
+        **os.environ,
+        "PYTHONPATH": _path(),
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(processes),
+    }
+    return subprocess.Popen([sys.executable, *program], cwd=ROOT, env=environment, text=True, **settings)
+
+
+def _path() -> str:
+    return os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])

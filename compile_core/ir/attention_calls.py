@@ -61,11 +61,8 @@ class AttentionCall(KeptCall):
         self.mask = mask
 
     def split(self, tensors: Sequence[T]) -> tuple[Sequence[T], ...]:
-        """Operands, lists of blocks, what ``score_mod`` reads and what ``mask_mod`` does, or what stands for them."""
-        first = NUM_OPERANDS[self.part]
-        second = first + len(self.options.lists)
-        third = second + self.options.num_read
-        return tensors[:first], tensors[first:second], tensors[second:third], tensors[third:]
+        """See ``AttentionOptions``."""
+        return self.options.split(tensors, NUM_OPERANDS[self.part])
 
     def _forward(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
         (query, key, value), _, score_reads, mask_reads = self.split(tensors)

@@ -13,11 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from gradsplit.compile_core.ir.higher_order import BodyFunction
 from gradsplit.compile_core.torch_facts.torch_switches import without_autocast
+
+T = TypeVar("T")
 
 # The tensors of a block mask, in the order in which an operator of torch's is given them.
 BLOCK_LISTS = (
@@ -42,6 +45,13 @@ class AttentionOptions:
     lists: tuple[str, ...]
     num_read: int
 
+    def split(self, tensors: Sequence[T], num_operands: int) -> tuple[Sequence[T], ...]:
+        """So many operands, lists of blocks, what ``score_mod`` reads and what ``mask_mod`` does, or what stands for
+        them."""
+        second = num_operands + len(self.lists)
+        third = second + self.num_read
+        return tensors[:num_operands], tensors[num_operands:second], tensors[second:third], tensors[third:]
+
 
 @dataclass(frozen=True)
 class AttentionTensors:
@@ -57,10 +67,8 @@ class AttentionTensors:
     @staticmethod
     def of(options: AttentionOptions, tensors: Sequence[torch.Tensor]) -> AttentionTensors:
         """Those of a node in their order, cast where autocast is on."""
-        query, key, value = map(_autocast, tensors[:3])
-        first = 3 + len(options.lists)
-        last = first + options.num_read
-        lists, score_reads, mask_reads = tensors[3:first], tensors[first:last], tensors[last:]
+        operands, lists, score_reads, mask_reads = options.split(tensors, 3)
+        query, key, value = map(_autocast, operands)
         return AttentionTensors(query, key, value, tuple(lists), tuple(score_reads), tuple(mask_reads))
 
     @property

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -36,7 +35,7 @@ from gradsplit.distributed.agreement import bulletin, ring
 from gradsplit.distributed.agreement.failure_watch import LINGER_S
 from tests.multi_process.ddp_harness import DEVICE, start_process_group
 from tests.multi_process.faults import Faults
-from tests.start_ranks import ROOT
+from tests.start_ranks import free_port, start_rank
 
 KINDS = ("killed", "stopped", "raises", "ends", "slow")
 # The first three are before the ranks have met: before the module is compiled, after, and in a first call without
@@ -210,11 +209,8 @@ def install_capture_fault(fault: Fault) -> None:
 
 def run(case: Case, limit_s: float = 90.0) -> str:
     """Starts the ranks of a case; what is wrong with what became of them, or ""."""
-    with tempfile.TemporaryDirectory() as name, socket.socket() as free:
-        folder = Path(name)
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-        free.close()
+    with tempfile.TemporaryDirectory() as name:
+        folder, port = Path(name), free_port()
         ranks = [_start(case, rank, port, folder) for rank in range(case.size)]
         try:
             return _judge(case, ranks, folder, limit_s)
@@ -225,19 +221,9 @@ def run(case: Case, limit_s: float = 90.0) -> str:
 
 
 def _start(case: Case, rank: int, port: str, folder: Path) -> subprocess.Popen[str]:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(case.size),
-    }
-    command = [sys.executable, "-m", "tests.multi_process.rank_failures", "--train", str(folder), str(case)]
+    program = ["-m", "tests.multi_process.rank_failures", "--train", str(folder), str(case)]
     with (folder / f"said_{rank}").open("w") as said:
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=said, stderr=said, text=True)
+        return start_rank(program, rank, case.size, port, stdout=said, stderr=said)
 
 
 def _judge(case: Case, ranks: Sequence[subprocess.Popen[str]], folder: Path, limit_s: float) -> str:

@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from gradsplit.compile_core.ir.loops import AttentionTile
-from gradsplit.compile_core.lowering.tiling.tiling_triton import power_of_two
+from gradsplit.compile_core.lowering.tiling.tiling_triton import LEAST_PRODUCT_SIDE, product_side
 
 # Numbers of rows, and what Triton exchanges between threads.
 _OTHER_BYTES = 4096
-LEAST_SIDE = 16  # of a product of two matrices in Triton
 MOST_ELEMENTS = 256
 
 # Part -> for rows of up to so many elements: the tile of 16-bit floats, and of float32.
@@ -64,8 +63,8 @@ def attention_tile(part: str, sizes: AttentionSizes) -> AttentionTile | None:
     tile = _TILES[part][widths[0]][sizes.dtype.itemsize != 2]
     sides = []
     for side, length, block in zip((tile.queries, tile.keys), sizes.lengths, sizes.block_sizes, strict=True):
-        side = min(side, max(LEAST_SIDE, power_of_two(length)))
-        while block < length and block % side and side > LEAST_SIDE:
+        side = min(side, product_side(length))
+        while block < length and block % side and side > LEAST_PRODUCT_SIDE:
             side //= 2
         if block < length and block % side:
             return None
@@ -79,7 +78,7 @@ def _with_room(part: str, tile: AttentionTile, sizes: AttentionSizes) -> Attenti
         side = "keys" if tile.keys >= tile.queries else "queries"
         if tile.stages > 1:
             tile = replace(tile, stages=tile.stages - 1)
-        elif max(tile.keys, tile.queries) > LEAST_SIDE:
+        elif max(tile.keys, tile.queries) > LEAST_PRODUCT_SIDE:
             tile = replace(tile, **{side: getattr(tile, side) // 2})
         else:
             return None
@@ -88,7 +87,7 @@ def _with_room(part: str, tile: AttentionTile, sizes: AttentionSizes) -> Attenti
 
 def _shared_bytes(part: str, tile: AttentionTile, sizes: AttentionSizes) -> int:
     """Of the blocks of operands that a program holds: those that it walks once a stage."""
-    wide, narrow = (max(LEAST_SIDE, power_of_two(count)) for count in sizes.elements)
+    wide, narrow = map(product_side, sizes.elements)
     stays, walked = (tile.keys, tile.queries) if part == "key_gradients" else (tile.queries, tile.keys)
     kept = wide if part == "forward" else wide + narrow
     return (tile.stages * walked * (wide + narrow) + stays * kept) * sizes.dtype.itemsize + _OTHER_BYTES

@@ -39,13 +39,13 @@ from gradsplit.compile_core.lowering.graph_to_loops.lower import lower_into
 from gradsplit.compile_core.lowering.graph_to_loops.lower_builder import ProgramBuilder
 from gradsplit.compile_core.lowering.graph_to_loops.lower_index import Index
 from gradsplit.compile_core.lowering.graph_to_loops.lower_values import Emitter
+from gradsplit.compile_core.lowering.tiling.tiling_triton import LARGEST_INT32
 
 logger = logging.getLogger(__name__)
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _SHARED_BYTES = 227 << 10
-_LARGEST_INT32 = 2**31 - 1 - (1 << 20)
 
 
 def place_attention(program: LoopProgram, precision: str) -> LoopProgram:
@@ -129,7 +129,7 @@ class _Placement:
             spec = self.builder.buffers[view.buffer]
             _require(spec.device == self.device, f"{view.buffer} is on another device")
             reach = sum((n - 1) * abs(s) for n, s in zip(view.shape[2:], view.stride[2:], strict=True))
-            _require(reach <= _LARGEST_INT32, f"{view.buffer} is too large")
+            _require(reach <= LARGEST_INT32, f"{view.buffer} is too large")
         for name, view in self.lists.items():
             _require(self.builder.buffers[view.buffer].dtype in _INDEX_DTYPES, f"{name} is no list")
             fits = all(size in (1, whole) for size, whole in zip(view.shape[:2], self.shape[:2], strict=True))
@@ -194,7 +194,7 @@ class _Placement:
         if tile is None:
             raise Unsupported("attention-kernel", f"there are no tiles for {sizes}")
         programs = prod(self.shape[:2]) * max(-(-queries // tile.queries), -(-keys // tile.keys))
-        _require(programs <= _LARGEST_INT32, "there are too many tiles")
+        _require(programs <= LARGEST_INT32, "there are too many tiles")
         return AttentionNest(
             self.builder.unique_name(f"{self.call}_{part}"), part, self.operands, lists, blocks, tuple(results), body,
             self.call.options.scale, tile, self.precision, self.step.origins,

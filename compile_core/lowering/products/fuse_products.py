@@ -31,11 +31,11 @@ from gradsplit.compile_core.ir.loops import (
 from gradsplit.compile_core.ir.step_effects import reads, writes
 from gradsplit.compile_core.lowering.nests.live_statements import renumbered
 from gradsplit.compile_core.lowering.nests.order_axes import cut_axis, with_axes
+from gradsplit.compile_core.lowering.tiling.tiling_triton import LARGEST_INT32
 
 aten = torch.ops.aten
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_LARGEST_INT32 = 2**31 - 1 - (1 << 20)
 _LARGEST_BATCH = 65535
 _LEAST_SIDE = 8  # of a matrix; what is thinner is no work for tensor cores
 ANY_TILE = ProductTile(64, 64, 32, 3, 4)
@@ -88,7 +88,7 @@ def _as_product(step: ExternCall, position: int, program: LoopProgram, precision
         or out.buffer in (left.buffer, right.buffer)
     ):
         return None
-    if max(map(_reach, views)) > _LARGEST_INT32 or (len(left.shape) == 3 and left.shape[0] > _LARGEST_BATCH):
+    if max(map(_reach, views)) > LARGEST_INT32 or (len(left.shape) == 3 and left.shape[0] > _LARGEST_BATCH):
         return None
     # The product itself is the value of a load from a buffer of its own name.
     body: list[Statement] = [Load(Access(out.buffer, out.stride, out.offset), torch.float32)]

@@ -31,6 +31,9 @@ _WANTED_PROGRAMS = 256
 _ROW_BLOCK = 2048
 # Elements of a byte that one thread reads or writes at once.
 MOST_TOGETHER = 16
+# Of what is computed in 32 bits: an index may be as far beyond the last element as the last block overhangs.
+LARGEST_INT32 = 2**31 - 1 - (1 << 20)
+LEAST_PRODUCT_SIDE = 16  # of a block that Triton multiplies
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,11 @@ def _has_odd_rows(nest: LoopNest) -> bool:
     if len(nest.extents) < 2 or nest.extents[-1] < 2 * _ROW_BLOCK or nest.extents[-1] % MOST_TOGETHER == 0:
         return False
     return any(s.access.strides[-1] == 1 for s in nest.body if isinstance(s, Load | Store))
+
+
+def product_side(size: int) -> int:
+    """Of the block of a product that covers ``size``."""
+    return max(LEAST_PRODUCT_SIDE, power_of_two(size))
 
 
 def power_of_two(size: int) -> int:

@@ -24,12 +24,10 @@ from gradsplit.compile_core.ir.loops import AttentionNest, Constant, Load, View,
 from gradsplit.compile_core.ir.step_effects import reads, writes
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 from gradsplit.compile_core.lowering.nests.live_statements import needed_statements
-from gradsplit.compile_core.lowering.tiling.tiling_triton import GpuTiling, power_of_two
+from gradsplit.compile_core.lowering.tiling.tiling_triton import LARGEST_INT32, GpuTiling, product_side
 from gradsplit.compile_core.lowering.triton_kernels import scalar_triton
 from gradsplit.compile_core.lowering.triton_kernels.codegen_triton import TritonWriter, triton_source
 
-_LEAST_ELEMENTS = 16
-_LARGEST_INT32 = 2**31 - 1 - (1 << 20)
 _LOG2_E = 1 / math.log(2)
 _TYPES = {torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16", torch.float32: "tl.float32"}
 
@@ -90,8 +88,8 @@ class _AttentionWriter(TritonWriter):
         query, key, value = nest.operands[:3]
         self.shape = (*query.shape[:3], key.shape[2])
         self.group = query.shape[1] // key.shape[1]
-        self.elements = max(_LEAST_ELEMENTS, power_of_two(query.shape[3]))
-        self.value_elements = max(_LEAST_ELEMENTS, power_of_two(value.shape[3]))
+        self.elements = product_side(query.shape[3])
+        self.value_elements = product_side(value.shape[3])
         self.dtype = _TYPES[buffers[query.buffer].dtype]
         # A block may reach beyond what there is of a side, and so may a tile in it that divides the side.
         block = nest.block_sizes[self.walked - 2]
@@ -110,7 +108,7 @@ class _AttentionWriter(TritonWriter):
             abs(s.access.offset)
             + sum(abs(t) * n for t, n in zip(s.access.strides, self.nest.extents, strict=True))
             + sum(abs(g.stride) * g.size for g in s.access.gathers)
-            > _LARGEST_INT32
+            > LARGEST_INT32
             for number, s in enumerate(self.nest.body)
             if isinstance(s, Load) and not self._is_unreal(number)
         )
@@ -166,7 +164,7 @@ class _AttentionWriter(TritonWriter):
     @staticmethod
     def _is_padded(elements: int) -> bool:
         """Whether blocks have more elements in a row than there are."""
-        return power_of_two(elements) != elements or elements < _LEAST_ELEMENTS
+        return product_side(elements) != elements
 
     def statistics(self, sums: View, delta: View, index: str, inside: str) -> list[str]:
         """The two numbers that a gradient knows of each row of queries."""

@@ -40,13 +40,17 @@ from gradsplit.compile_core.lowering.nests.passes import (
     buffers_of,
     value_dtypes,
 )
-from gradsplit.compile_core.lowering.tiling.tiling_triton import MOST_TOGETHER, GpuTiling, tile_for_gpu
+from gradsplit.compile_core.lowering.tiling.tiling_triton import (
+    LARGEST_INT32,
+    MOST_TOGETHER,
+    GpuTiling,
+    tile_for_gpu,
+)
 from gradsplit.compile_core.lowering.triton_kernels import scalar_triton
 from gradsplit.compile_core.lowering.triton_kernels.online_sums import OnlineSum, online_sums
 from gradsplit.compile_core.lowering.triton_kernels.triton_reductions import TileReduction
 from gradsplit.compile_core.lowering.triton_kernels.triton_sides import Side
 
-_LARGEST_INT32 = 2**31 - 1
 _MOST_EARLY_LOADS = 8
 
 
@@ -427,12 +431,11 @@ def _walks(nest: LoopNest) -> list[tuple[int, tuple[int, ...]]]:
 
 def _needs_int64(nest: LoopNest) -> bool:
     """Whether a flat index or an address may leave the range of int32, the last block's overhang included."""
-    margin = 1 << 20
-    if prod(nest.extents) > _LARGEST_INT32 - margin:
+    if prod(nest.extents) > LARGEST_INT32:
         return True
     for offset, strides in _walks(nest):
         reach = abs(offset)
         reach += sum(abs(stride) * extent for stride, extent in zip(strides, nest.extents, strict=True))
-        if reach > _LARGEST_INT32 - margin:
+        if reach > LARGEST_INT32:
             return True
     return False

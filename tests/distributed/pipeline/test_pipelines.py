@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.start_ranks import ROOT, start_ranks
+from tests.start_ranks import free_port, start_rank, start_ranks
 
 
 def test_stages_train_as_the_whole_model_does(tmp_path: Path) -> None:
@@ -76,29 +73,9 @@ def test_replicas_average_and_errors_come_on_every_rank(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("sizes", "who"), [("open", 1), ("fixed", 0)])
 def test_a_rank_that_is_killed_is_named(sizes: str, who: int, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    command = [
-        sys.executable,
-        "-m",
-        "tests.distributed.pipeline.killed_rank",
-        str(tmp_path / "p"),
-        sizes,
-        str(who),
-    ]
-    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    shared["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    ranks = [
-        subprocess.Popen(
-            command,
-            env={**shared, "RANK": str(k), "LOCAL_RANK": str(k)},
-            cwd=ROOT,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for k in range(2)
-    ]
+    program = ["-m", "tests.distributed.pipeline.killed_rank", str(tmp_path / "p"), sizes, str(who)]
+    port = free_port()
+    ranks = [start_rank(program, k, 2, port, stderr=subprocess.PIPE) for k in range(2)]
     try:
         _, said = ranks[1 - who].communicate(timeout=100)
     finally:
