@@ -160,13 +160,16 @@ def measure_all(names: Sequence[str], setting: Setting, workers: int, end: float
                 except EOFError:
                     process.join()
                     yield Measured(name, {}, f"its process ended with {process.exitcode}")
-                _end(process)
+                _signal(process, signal.SIGKILL)
+                process.join()
                 del running[connection]
             if time.monotonic() > end:
                 return
     finally:
         for _, process in running.values():
-            _end(process)
+            _signal(process, signal.SIGKILL)
+        for _, process in running.values():
+            process.join()
 
 
 @contextlib.contextmanager
@@ -180,11 +183,6 @@ def _alone(process: BaseProcess, processes: Sequence[BaseProcess]) -> Iterator[N
     finally:
         for other in others:
             _signal(other, signal.SIGCONT)
-
-
-def _end(process: BaseProcess) -> None:
-    _signal(process, signal.SIGKILL)
-    process.join()
 
 
 def _signal(process: BaseProcess, number: int) -> None:
