@@ -58,6 +58,7 @@ from gradsplit.compile_core.runtime.executable import Executable, link
 from gradsplit.compile_core.runtime.graphed_program import MOST_AT_ONCE
 from gradsplit.compile_core.torch_facts.fake_tensors import fakes_like
 from gradsplit.compile_core.torch_facts.symbolic_numbers import value_at_compilation
+from gradsplit.compile_core.torch_facts.torch_switches import without_autocast
 
 logger = logging.getLogger(__name__)
 
@@ -222,11 +223,13 @@ def compile_stages(
     dump("joint", print_graph, joint.module, "aot_graphs")
     if options.verify:
         verify_joint(joint)
-    joint = run_passes(JOINT_PASSES, joint, choices, dump, "joint", options)
-    with timed("partition"):
-        graph = partition(joint, options.activation_memory_budget)
-    if options.verify:
-        verify_partition(joint, graph)
+    # The trace has the program's casts; from here on an autocast around it would be one too many.
+    with without_autocast():
+        joint = run_passes(JOINT_PASSES, joint, choices, dump, "joint", options)
+        with timed("partition"):
+            graph = partition(joint, options.activation_memory_budget)
+        if options.verify:
+            verify_partition(joint, graph)
 
     again = differentiable_backward(module, joint) if options.double_backward and joint.tangents else None
     floats: frozenset[int] = frozenset()
@@ -246,6 +249,7 @@ def compile_stages(
     if not graph_by_graph:
         backend = taking_open_sizes(backend, nullcontext if planner is None else planner.compiling)
 
+    @without_autocast()
     def compile_programs(graph: PartitionedGraph, inputs: Sequence[Any]) -> CompiledGraph:
         """Stages 4 to 8."""
         # A backward that is differentiated runs the graph again, on the values of before.

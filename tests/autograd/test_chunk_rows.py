@@ -289,6 +289,29 @@ def test_an_option_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == []
 
 
+def test_rewritten_products_are_not_cast_by_the_autocast_around_the_call(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What passes add to the joint graph, whose casts are the program's own, is traced again."""
+    seen = watch(monkeypatch)
+    weight = torch.randn(VOCABULARY, WIDTH, requires_grad=True)
+    x, labels = torch.randn(ROWS, WIDTH, requires_grad=True), torch.randint(VOCABULARY, (ROWS,))
+
+    def in_float32(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return F.cross_entropy(F.linear(x, weight), labels)
+
+    def results(loss: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        with torch.autocast("cpu", torch.bfloat16):
+            value = loss(x)
+        return value, *torch.autograd.grad(value, (x, weight))
+
+    compiled = results(gradsplit.compile(in_float32, options={"chunk_bytes": CHUNK_BYTES}))
+    assert seen == [True]
+    torch.testing.assert_close(compiled, results(in_float32))
+    assert not caplog.records
+
+
 def returned(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return F.cross_entropy(logits, labels), logits
 
