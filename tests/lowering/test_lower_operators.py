@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import gradsplit
-from gradsplit.compile_core.ir.loops import ExternCall
+from gradsplit.compile_core.ir.loops import ExternCall, View
 from gradsplit.compile_core.ir.verify_loops import verify_program
 from gradsplit.compile_core.lowering.fusion.fuse import fuse
 from gradsplit.compile_core.lowering.graph_to_loops.extern_rules import fallback_calls
@@ -370,6 +370,22 @@ def test_constants_wrap_as_tensors_of_their_dtype_do() -> None:
 
 def test_signs_of_truth_values() -> None:
     check(lambda x: torch.sign(x > 0), _x(3, 4))
+
+
+def test_a_mask_of_attention_keeps_the_gaps_between_its_rows() -> None:
+    """Torch pads rows to whole pieces of memory and attends with a part of them; its kernel refuses other strides."""
+
+    def attend(query: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        mask = F.pad(table.exp(), (0, 3))[..., :5].expand(2, 3, 5, 5)
+        attention = torch.ops.aten._scaled_dot_product_efficient_attention
+        return attention(query, query, query, mask, True)[0]
+
+    module = trace(attend, torch.randn(2, 3, 5, 8), torch.randn(3, 5, 5))
+    program = fuse(lower(compute_of(module)))
+    (call,) = (step for step in program.steps if isinstance(step, ExternCall))
+    mask = call.arguments[3]
+    assert isinstance(mask, View) and mask.stride == (0, 40, 8, 1)
+    assert program.buffers[mask.buffer].shape == (3, 5, 8)
 
 
 def test_nests_that_nobody_reads_are_left_out() -> None:

@@ -31,6 +31,18 @@ IN_PLACE_VARIANTS: Mapping[torch._ops.OpOverload, torch._ops.OpOverload] = {
     ADD_PRODUCT: ADD_PRODUCT_,
 }
 
+# Operators that read rows of their arguments in aligned pieces, for which torch has left gaps between the rows of masks.
+READ_ALIGNED_ROWS = frozenset(
+    {
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_efficient_attention_backward.default,
+        aten._efficient_attention_forward.default,
+        aten._efficient_attention_backward.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_cudnn_attention_backward.default,
+    }
+)
+
 # Operators that run as torch's kernels by choice; any other extern call is a fallback.
 _KEPT_WHOLE = frozenset(
     {

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,12 @@ from torch.utils._pytree import tree_leaves
 from gradsplit.compile_core.ir.loops import View
 from gradsplit.compile_core.ir.row_chunks import AFTER, WIDE_PRODUCT
 from gradsplit.compile_core.ir.scatters import combines_at_indices
-from gradsplit.compile_core.lowering.graph_to_loops.extern_rules import IN_PLACE_VARIANTS, scalar_factor
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.lowering.graph_to_loops.extern_rules import (
+    IN_PLACE_VARIANTS,
+    READ_ALIGNED_ROWS,
+    scalar_factor,
+)
 from gradsplit.compile_core.lowering.graph_to_loops.index_rules import INDEX_RULES, SHAPE_READERS
 from gradsplit.compile_core.lowering.graph_to_loops.lower_pooling import POOLING
 from gradsplit.compile_core.lowering.graph_to_loops.reduction_rules import is_reduction
@@ -49,6 +54,7 @@ class GraphPlan:
         absorbed: the multiplications that those factors were; they are the identity now.
         viewed: how many elements of a node its views in memory cover.
         bare: ``addmm`` nodes that become a product, whose bias the next loop body adds.
+        laid_out: nodes whose rows lie as far apart as in the graph.
     """
 
     alive: set[torch.fx.Node] = field(default_factory=set)
@@ -60,6 +66,7 @@ class GraphPlan:
     absorbed: set[torch.fx.Node] = field(default_factory=set)
     viewed: dict[torch.fx.Node, int] = field(default_factory=dict)
     bare: set[torch.fx.Node] = field(default_factory=set)
+    laid_out: set[torch.fx.Node] = field(default_factory=set)
     _kinds: dict[torch.fx.Node, str] = field(default_factory=dict)
 
     def use_kind(self, node: torch.fx.Node) -> str:
@@ -210,6 +217,8 @@ def _note_uses(user: torch.fx.Node, plan: GraphPlan) -> None:
         return
     inlined = kind in (INLINE, RE_INDEX) and user not in plan.in_memory
     readers = plan.readers.get(user, set()) if inlined else {user}
+    if user.target in READ_ALIGNED_ROWS:
+        plan.laid_out.update(user.all_input_nodes)
     for argument in user.all_input_nodes:
         plan.add_readers(argument, readers)
         reaches = plan.widest_user.get(user, 0) if kind == RE_INDEX else numel_of(user)
@@ -222,8 +231,18 @@ def _note_uses(user: torch.fx.Node, plan: GraphPlan) -> None:
         elif kind == RE_INDEX and user in plan.in_memory:
             # views that lie in memory force their base there once they cover it together
             plan.viewed[argument] = plan.viewed.get(argument, 0) + numel_of(user)
-            if plan.viewed[argument] >= numel_of(argument):
+            has_gaps = user in plan.laid_out and _has_gaps(user.meta["val"])
+            if has_gaps:
+                plan.laid_out.add(argument)
+            if has_gaps or plan.viewed[argument] >= numel_of(argument):
                 plan.in_memory.add(argument)
+
+
+def _has_gaps(tensor: torch.Tensor) -> bool:
+    """Whether there is memory between the elements of a tensor, or of the one that it repeats."""
+    spec = TensorSpec.of(tensor)
+    once = tuple(size if step else 1 for size, step in zip(spec.shape, spec.stride, strict=True))
+    return not replace(spec, shape=once).is_dense
 
 
 def in_place_variant(node: torch.fx.Node) -> torch._ops.OpOverload | None:
