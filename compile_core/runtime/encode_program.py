@@ -15,6 +15,8 @@ is not negative is a register, a negative one the constant of index ``~operand``
     PACK     register, whether a list (or a tuple), count, operands
     FREE     count, registers
     RETURN   count, operands
+    TAKE     function, count, registers; the words of an ALLOCATE follow, which is left out if the function says of one
+             of these tensors that nothing else has its memory
 
 ``function`` is the Python function that means the same. A view does not know its base, so that it costs a third of what
 ``as_strided`` does. Where several results lie in one buffer, ``as_strided`` makes them, so that a change of one is
@@ -49,6 +51,7 @@ from gradsplit.compile_core.runtime.instructions import (
 )
 from gradsplit.compile_core.runtime.native_operators import argument_names, native_call
 from gradsplit.compile_core.toolchain.torch_library import device_codes, dtype_code
+from gradsplit.compile_core.torch_facts.holders import is_held_once
 
 Kernel = Callable[..., None]
 
@@ -66,6 +69,7 @@ class Opcode(IntEnum):
     PACK = 7
     FREE = 8
     RETURN = 9
+    TAKE = 10
 
 
 @dataclass(frozen=True)
@@ -118,8 +122,8 @@ class _Encoder:
             self._emit(Opcode.CONSTANT, self._registers[name], self._constant(tensor))
         for line, instruction in enumerate(self._instructions.steps, first_line):
             match instruction:
-                case Allocate(buffer):
-                    self._allocate(buffer)
+                case Allocate(buffer, taken):
+                    self._allocate(buffer, taken)
                 case Launch(step):
                     self._launch(step, line)
                 case Call(call):
@@ -145,12 +149,15 @@ class _Encoder:
         if registers:
             self._emit(Opcode.FREE, len(registers), *registers)
 
-    def _allocate(self, name: str) -> None:
+    def _allocate(self, name: str, taken: Sequence[str]) -> None:
         spec = self._instructions.buffers[name]
         function = spec.empty
         register = self._registers[name]
         if spec.device.type == "cpu" or (spec.device.type == "cuda" and spec.device.index is not None):
             codes = (dtype_code(spec.dtype), *device_codes(spec.device), self._constant(function))
+            if taken:
+                registers = [self._registers[name] for name in taken]
+                self._emit(Opcode.TAKE, self._constant(is_held_once), len(registers), *registers)
             self._emit(Opcode.ALLOCATE, register, *codes, len(spec.shape), *spec.shape, *spec.stride)
         else:
             self._call_function(function, (), (), (register,), 0)

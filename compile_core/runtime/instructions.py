@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from gradsplit.compile_core.ir.loops import ExternCall, GeneratedStep, LoopProgr
 from gradsplit.compile_core.ir.step_effects import reads, writes
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 from gradsplit.compile_core.runtime.place_buffers import BufferPlace, Placement, place_buffers
+from gradsplit.compile_core.runtime.take_memory import memory_to_take
 
 aten = torch.ops.aten
 
@@ -33,7 +35,11 @@ _QUICK_FUNCTIONS = {
 
 @dataclass(frozen=True)
 class Allocate:
+    """Makes a buffer; in the memory of one of ``taken``, which the next step is the last to read, if nobody else has
+    that."""
+
     buffer: str
+    taken: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ class Instructions:
         given: buffers that the caller passes, in order.
         buffers: the program's, but for those that lie in another, and those others.
         places: where the former lie.
-        allocated: those that an ``Allocate`` makes, which begin where their storage does.
+        allocated: those that an ``Allocate`` makes in new memory, where they begin where their storage does.
     """
 
     program: LoopProgram
@@ -108,14 +114,17 @@ def instructions_of(program: LoopProgram, kernels_take_addresses: bool) -> Instr
     known = {*given, *program.constants}
     steps: list[Instruction] = []
 
-    def allocate(names: Sequence[str]) -> None:
-        steps.extend(Allocate(name) for name in dict.fromkeys(names) if name not in known)
+    def allocate(names: Sequence[str], taken: Mapping[str, tuple[str, ...]] = MappingProxyType({})) -> None:
+        steps.extend(
+            Allocate(name, taken.get(name, ())) for name in dict.fromkeys(names) if name not in known
+        )
         known.update(names)
 
     all_touched = [{_owner(name, places) for name in reads(step) | writes(step)} for step in program.steps]
     overwritten = set(program.overwritten)
     returned = [_owner(view.buffer, places) for view in program.outputs if view is not None]
     freed_after = _freed_after(program, all_touched, returned)
+    owners = placement.buffers
     for position, (step, touched) in enumerate(zip(program.steps, all_touched, strict=True)):
         # What is read and was not written has no elements.
         if isinstance(step, ExternCall):
@@ -126,12 +135,15 @@ def instructions_of(program: LoopProgram, kernels_take_addresses: bool) -> Instr
         else:
             if not overwritten.isdisjoint(writes(step)):
                 touched = touched.union(returned, *all_touched[position:])
-            allocate(sorted(touched))
+            made = sorted(touched - known)
+            # What is overwritten is the caller's.
+            free = [] if overwritten else [name for name in freed_after[position] if name not in owners]
+            allocate(made, memory_to_take(step, [n for n in made if n not in owners], free, program.buffers))
             steps.append(Launch(step))
         if freed_after[position]:
             steps.append(Free(tuple(freed_after[position])))
     allocate(returned)
-    allocated = frozenset(step.buffer for step in steps if isinstance(step, Allocate))
+    allocated = frozenset(step.buffer for step in steps if isinstance(step, Allocate) and not step.taken)
     buffers = {name: spec for name, spec in program.buffers.items() if name not in places}
     return Instructions(program, given, tuple(steps), {**buffers, **placement.buffers}, places, allocated)
 

@@ -169,6 +169,10 @@ public:
                 if (!allocate(at)) return nullptr;
                 word += 7 + 2 * at[6];
                 break;
+            case TAKE:
+                word += 3 + at[2];
+                if (take(at, word)) word += 7 + 2 * word[6];
+                break;
             case VIEW:
                 if (!view(at)) return nullptr;
                 word += 5 + 2 * at[4];
@@ -270,6 +274,29 @@ private:
         PyObject* object = PyObject_Vectorcall(constants[at[5]], nullptr, 0, nullptr);
         if (object) set(registers[at[1]], object);
         return object != nullptr;
+    }
+
+    // function, count, registers; the ALLOCATE in whose place memory may be taken. The function looks at what holds a
+    // tensor besides Python.
+    bool take(const int64_t* at, const int64_t* allocation) {
+        hold();
+        const int64_t *sizes = allocation + 7, dimensions = allocation[6];
+        for (int64_t index = 0; index < at[2]; ++index) {
+            Register& old = registers[at[3 + index]];
+            PyObject* object = object_of(old);
+            PyObject* answer = object && object->references == 1
+                                   ? PyObject_Vectorcall(constants[at[1]], &object, 1, nullptr)
+                                   : nullptr;
+            const bool is_free = answer && PyObject_IsTrue(answer) == 1;
+            if (answer) Py_DecRef(answer);
+            PyErr_Clear();
+            Handle made;
+            if (is_free && !gs_view(old.tensor, dimensions, sizes, sizes + dimensions, 0, &made)) {
+                registers[allocation[1]].tensor = made;
+                return true;
+            }
+        }
+        return false;
     }
 
     // register, base, offset from the base's beginning, dimensions, sizes, strides

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import linecache
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,8 +104,8 @@ class _Writer:
 
     def _line(self, instruction: Instruction) -> str:
         match instruction:
-            case Allocate(buffer):
-                return self._allocation(buffer)
+            case Allocate(buffer, taken):
+                return self._allocation(buffer, taken)
             case Launch(step):
                 return self._launch(step)
             case Call(call):
@@ -113,11 +113,13 @@ class _Writer:
             case Free(buffers):
                 return f"del {', '.join(self.variables[name] for name in buffers)}"
 
-    def _allocation(self, name: str) -> str:
+    def _allocation(self, name: str, taken: Sequence[str]) -> str:
         spec = self.instructions.buffers[name]
         dtype, device = self._constant(spec.dtype), self._constant(spec.device)
         arguments = f"{spec.shape}, {spec.stride}, dtype={dtype}, device={device}"
-        return f"{self.variables[name]} = empty_strided({arguments})"
+        # Only the interpreter takes memory over.
+        note = f"  # or the memory of {' or '.join(self.variables[name] for name in taken)}" if taken else ""
+        return f"{self.variables[name]} = empty_strided({arguments}){note}"
 
     def _launch(self, step: GeneratedStep) -> str:
         source = self.sources[step.name]

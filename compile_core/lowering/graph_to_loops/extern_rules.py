@@ -31,7 +31,7 @@ IN_PLACE_VARIANTS: Mapping[torch._ops.OpOverload, torch._ops.OpOverload] = {
     ADD_PRODUCT: ADD_PRODUCT_,
 }
 
-# Operators that read rows of their arguments in aligned pieces, for which torch has left gaps between the rows of masks.
+# Operators that read rows of their arguments in aligned pieces: torch has left gaps between the rows of masks for them.
 READ_ALIGNED_ROWS = frozenset(
     {
         aten._scaled_dot_product_efficient_attention.default,

@@ -1,0 +1,65 @@
+"""Which results of kernels go into memory that the same kernel is the last to read.
+
+A backward turns what was saved into gradients of the same size: the logits of a language model, 0.5 GiB, become their
+gradient, element by element. With memory for both, that is where a step's peak lies.
+
+The saved value must be nobody else's: a backward that is to run again (``retain_graph``), a hook on saved tensors and a
+recording of CUDA graphs keep it. That is seen when the program runs, so a plan says what may be taken and the program
+looks whether it is (``is_held_once``). Only GPUs do this: C++ kernels are compiled for pointers that do not meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from gradsplit.compile_core.ir.loops import GeneratedStep, Load, LoopNest, Store
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+
+# Less than that is not where a peak lies, and to look costs two microseconds.
+LEAST_BYTES = 8 << 20
+
+
+def memory_to_take(
+    step: GeneratedStep, made: Iterable[str], read_last: Iterable[str], buffers: Mapping[str, TensorSpec]
+) -> dict[str, tuple[str, ...]]:
+    """For some buffers that are first touched by a step, those whose memory they may get.
+
+    Args:
+        made: they.
+        read_last: what nothing touches after the step.
+        buffers: the specs of both.
+    """
+    if not isinstance(step, LoopNest) or step.reduced_axes:
+        return {}
+    free = [name for name in read_last if _is_large(buffers[name])]
+    found: dict[str, tuple[str, ...]] = {}
+    for new in made:
+        if fits := [
+            old for old in free if _fits(buffers[new], buffers[old]) and _meets_in_points(step, new, old)
+        ]:
+            found[new] = tuple(fits)
+            free = [old for old in free if old not in fits]
+    return found
+
+
+def _is_large(spec: TensorSpec) -> bool:
+    return spec.device.type == "cuda" and spec.is_dense and spec.numel * spec.dtype.itemsize >= LEAST_BYTES
+
+
+def _fits(new: TensorSpec, old: TensorSpec) -> bool:
+    return _is_large(new) and (new.dtype, new.device, new.numel) == (old.dtype, old.device, old.numel)
+
+
+def _meets_in_points(nest: LoopNest, new: str, old: str) -> bool:
+    """Whether each point of a nest reads of ``old``, before it stores, what lies where it stores into ``new``."""
+    stores = [(n, s) for n, s in enumerate(nest.body) if isinstance(s, Store) and s.access.buffer == new]
+    if len(stores) != 1:
+        return False
+    ((place, store),) = stores
+    if store.mask is not None or store.reduction is not None or store.access.gathers:
+        return False
+    loads = [(n, s.access) for n, s in enumerate(nest.body) if isinstance(s, Load) and s.access.buffer == old]
+    return bool(loads) and all(
+        n < place and access == replace(store.access, buffer=old) for n, access in loads
+    )

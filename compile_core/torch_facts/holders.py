@@ -1,0 +1,35 @@
+"""What holds a tensor's memory."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+
+from gradsplit.compile_core.torch_facts.private_parts import private
+
+_WHY = "whether a gradient may be computed into the memory of a saved tensor"
+_WITHOUT = "gradients get memory of their own"
+
+# A NaN is no number of holders.
+_use_count = private("torch:Tensor._use_count", _WHY, _WITHOUT, lambda tensor: math.nan)
+_storage_use_count = private("torch._C:_storage_Use_Count", _WHY, _WITHOUT, lambda address: math.nan)
+
+
+def is_held_once(tensor: torch.Tensor) -> bool:
+    """Whether one Python object is all that holds a tensor, and the tensor all that holds its memory.
+
+    How often the object is referred to is for the caller to look at.
+    """
+    return _holders(tensor) == _holders_of_one()
+
+
+def _holders(tensor: torch.Tensor) -> tuple[float, float]:
+    return _use_count(tensor), _storage_use_count(tensor.untyped_storage()._cdata)
+
+
+@cache
+def _holders_of_one() -> tuple[float, float]:
+    """As counted of a tensor that was just made: to count takes references, too."""
+    return _holders(torch.empty(1))
