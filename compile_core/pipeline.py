@@ -21,6 +21,7 @@ from gradsplit.compile_core.autograd.bound_graphs.bind import BoundGraph, bind_a
 from gradsplit.compile_core.autograd.bound_graphs.double_backward import differentiable_backward
 from gradsplit.compile_core.autograd.bound_graphs.stored_gradients import StoredGradients
 from gradsplit.compile_core.autograd.bound_graphs.updated_inputs import updated_inputs, updating
+from gradsplit.compile_core.autograd.captured_graphs.cut_around import cut_around
 from gradsplit.compile_core.autograd.captured_graphs.cut_at_results import cut_at_results
 from gradsplit.compile_core.autograd.captured_graphs.fake_values import note_fake_values
 from gradsplit.compile_core.autograd.captured_graphs.pieces import Piece, link_pieces
@@ -37,7 +38,7 @@ from gradsplit.compile_core.backends.registry import Backend, GraphBackend, Regi
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.captured import CapturedGraph
 from gradsplit.compile_core.ir.communicator import Communicator, Program
-from gradsplit.compile_core.ir.graphs import PartitionedGraph
+from gradsplit.compile_core.ir.graphs import JointGraph, PartitionedGraph
 from gradsplit.compile_core.ir.numbers import has_open_sizes
 from gradsplit.compile_core.ir.print_graph import print_graph, print_schedule
 from gradsplit.compile_core.ir.regions import whole_schedule
@@ -141,7 +142,8 @@ def compile_module(
 ) -> Callable[..., Sequence[torch.Tensor]]:
     """Stages 2 to 8 for a graph of torch-level operations that returns a flat tuple of tensors.
 
-    A graph that a stage has no rule for runs with torch's own kernels, with the reason logged.
+    A graph that a stage has no rule for is cut around what cannot be traced; what then is left without a rule runs with
+    torch's own kernels, with the reason logged.
 
     Args:
         examples: a fake tensor for each placeholder, or a SymInt or float for a number. Whoever calls the result sees
@@ -165,7 +167,12 @@ def compile_module(
             return compile_pieces(module, pieces, backend=backend, options=options)
         return compile_stages(module, examples, inputs, backend=backend, options=options, planner=planner)
     except (Unsupported, GuardOnDataDependentSymNode) as reason:
-        logger.warning("a graph runs with torch's own kernels: %s", reason)
+        # Limit: a planner's graph is one, of which it knows all parameters.
+        if _is_failed_trace(reason) and planner is None and isinstance(backend, RegionBackend):
+            pieces = cut_around(module, examples, lambda piece: _is_traceable(piece, backend, options))
+            if pieces:
+                return compile_pieces(module, pieces, backend=backend, options=options)
+        logger.warning("%s with torch's own kernels: %s", _what_runs(module), reason)
         record("fallback", lambda reason=reason: {"reason": str(reason)})
         return module
     except Exception as error:
@@ -176,6 +183,24 @@ def compile_module(
             "a graph runs with torch's own kernels: the backend %r failed", backend.name, exc_info=True
         )
         return module
+
+
+def _is_failed_trace(reason: Exception) -> bool:
+    return isinstance(reason, Unsupported) and reason.reason_id == "trace-failed"
+
+
+def _is_traceable(module: torch.fx.GraphModule, backend: RegionBackend, options: CompileOptions) -> bool:
+    examples = [node.meta["example_value"] for node in module.graph.find_nodes(op="placeholder")]
+    try:
+        _trace(module, examples, backend, options, StageDump(None, None))
+    except Unsupported as reason:
+        return not _is_failed_trace(reason)
+    return True
+
+
+def _what_runs(module: torch.fx.GraphModule) -> str:
+    calls = [node for node in module.graph.nodes if node.op in ("call_function", "call_method")]
+    return f"a call of {calls[0].target} runs" if len(calls) == 1 else "a graph runs"
 
 
 def compile_pieces(
@@ -209,17 +234,7 @@ def compile_stages(
     dump = StageDump(options.text_folder, options.diagram_folder)
     dump("captured", print_graph, module)
     backend.prepare(device_type_of(examples))
-    decompositions = backend.decompositions(device_type_of(examples), options)
-    choices = GraphChoices(
-        makes_random_numbers=backend.makes_random_numbers and not options.fallback_random,
-        pads_products=backend.aligns_products and options.shape_padding,
-        chunk_bytes=options.chunk_bytes if backend.keeps_order else 0,
-    )
-    if choices.makes_random_numbers:
-        decompositions = {**decompositions, **random_decompositions.DECOMPOSITIONS}
-    program = run_passes(CAPTURED_PASSES, module, choices, dump, "captured", options)
-    with timed("trace_joint"):
-        joint = trace_joint(program, examples, decompositions)
+    joint, choices = _trace(module, examples, backend, options, dump)
     dump("joint", print_graph, joint.module, "aot_graphs")
     if options.verify:
         verify_joint(joint)
@@ -285,6 +300,27 @@ def compile_stages(
     programs = GraphOfManySizes(graph, compile_programs, floats, module, must_compile=planner is not None)
     programs.compiled_for(inputs)
     return programs
+
+
+def _trace(
+    module: torch.fx.GraphModule,
+    examples: Sequence[Any],
+    backend: RegionBackend,
+    options: CompileOptions,
+    dump: StageDump,
+) -> tuple[JointGraph, GraphChoices]:
+    """Stage 2 with the passes before it, and what decides on those after it."""
+    decompositions = backend.decompositions(device_type_of(examples), options)
+    choices = GraphChoices(
+        makes_random_numbers=backend.makes_random_numbers and not options.fallback_random,
+        pads_products=backend.aligns_products and options.shape_padding,
+        chunk_bytes=options.chunk_bytes if backend.keeps_order else 0,
+    )
+    if choices.makes_random_numbers:
+        decompositions = {**decompositions, **random_decompositions.DECOMPOSITIONS}
+    program = run_passes(CAPTURED_PASSES, module, choices, dump, "captured", options)
+    with timed("trace_joint"):
+        return trace_joint(program, examples, decompositions), choices
 
 
 def _plan_backward(

@@ -1,0 +1,74 @@
+"""Cuts a captured graph around the calls that cannot be traced, so that only these run with torch's own kernels.
+
+An operator of a library may have a backward in Python that looks at data. Which call it is, the failure of a trace does
+not say; so it is searched for: the shortest beginning of the graph that cannot be traced ends with it. What else the
+graph calls of the same kind, once a layer, is set apart with it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from gradsplit.compile_core.autograd.captured_graphs.cut_points import CutPoints, find_cut_points
+from gradsplit.compile_core.autograd.captured_graphs.pieces import Piece, cut_graph
+from gradsplit.compile_core.errors import Unsupported
+
+_ITEM = ("call_function", operator.getitem)
+
+
+def cut_around(
+    module: GraphModule, examples: Sequence[Any], is_traceable: Callable[[GraphModule], bool]
+) -> list[Piece]:
+    """The pieces of a graph in order, where what is not traceable stands alone; none if that cannot be, or if all is.
+
+    Args:
+        examples: a fake tensor or a number for each placeholder.
+        is_traceable: whether a piece is, whose placeholders have examples in ``example_value``.
+    """
+    if is_traceable(module):
+        return []
+    try:
+        return _pieces(module, find_cut_points(module, examples), examples, is_traceable)
+    except Unsupported:
+        return []
+
+
+def _pieces(
+    module: GraphModule,
+    points: CutPoints,
+    examples: Sequence[Any],
+    is_traceable: Callable[[GraphModule], bool],
+) -> list[Piece]:
+    def cut(begins: Sequence[int]) -> list[Piece]:
+        place_of = points.places(begins)
+        return cut_graph(module, place_of, points.examples(place_of, examples))
+
+    count = len(points.nodes)
+    places = [position for position in range(1, count) if points.allowed[position]]
+    # The first place before which something is not traceable.
+    low, high = 0, len(places)
+    while low < high:
+        middle = (low + high) // 2
+        if is_traceable(cut([places[middle]])[0].module):
+            low = middle + 1
+        else:
+            high = middle
+    if not places:
+        return []
+    ends = [*places, count]
+    begin = ends[low - 1] if low else 0
+    kinds = {_kind(node) for node in points.nodes[begin : ends[low]]} - {_ITEM}
+    begins: set[int] = set()
+    for before, after in zip([0, *places], ends, strict=True):
+        if not kinds.isdisjoint(map(_kind, points.nodes[before:after])):
+            begins |= {before, after}
+    begins -= {0, count}
+    return cut(sorted(begins)) if begins else []
+
+
+def _kind(node: Node) -> tuple[str, Any]:
+    return node.op, node.target

@@ -1,0 +1,109 @@
+"""Calls that cannot be traced run with torch's own kernels, and nothing else of their graph does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradsplit
+from gradsplit.compile_core import pipeline
+from gradsplit.compile_core.errors import Unsupported
+
+
+@torch.library.custom_op("gradsplit_tests::grouped_product", mutates_args=())
+def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Each group of rows times a matrix of its own; the backward looks at where the groups end."""
+    result, begin = rows.new_zeros(rows.shape[0], weights.shape[2]), 0
+    for k, end in enumerate(ends.tolist()):
+        result[begin:end] = rows[begin:end] @ weights[k]
+        begin = end
+    return result
+
+
+@grouped_product.register_fake
+def _(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weights.shape[2])
+
+
+def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    rows, weights, ends = ctx.saved_tensors
+    of_rows, of_weights, begin = torch.zeros_like(rows), torch.zeros_like(weights), 0
+    for k, end in enumerate(ends.tolist()):
+        of_rows[begin:end] = gradient[begin:end] @ weights[k].T
+        of_weights[k] = rows[begin:end].T @ gradient[begin:end]
+        begin = end
+    return of_rows, of_weights, None
+
+
+grouped_product.register_autograd(
+    _gradients, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
+
+
+class Experts(nn.Module):
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(layers))
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(3, 8, 8)) for _ in range(layers))
+
+    def forward(self, x: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+        for norm, weights in zip(self.norms, self.weights, strict=True):
+            hidden = nn.functional.dropout(norm(x), 0.25, self.training)
+            x = x + nn.functional.gelu(grouped_product(hidden, weights, ends))
+        return x.square().mean(), x
+
+
+def given() -> tuple[Tensor, Tensor]:
+    return torch.randn(12, 8, requires_grad=True), torch.tensor([3, 7, 12])
+
+
+@pytest.fixture
+def plain(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What runs with torch's own kernels."""
+
+    class Texts(list[str]):
+        def __iter__(self) -> Any:
+            return (record.getMessage().partition(":")[0] for record in caplog.records)
+
+    return Texts()
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_only_the_calls_are_left_out(is_trained: bool, plain: list[str]) -> None:
+    torch.manual_seed(0)
+    model = Experts().train(is_trained)
+    x, ends = given()
+    compiled = gradsplit.compile(model, options={"fallback_random": True})
+    for groups in (ends, torch.tensor([0, 12, 12])):
+        found = []
+        for call in (model, compiled):
+            torch.manual_seed(1)
+            loss, last = call(x, groups)
+            found.append((loss, last, *torch.autograd.grad(loss, [x, *model.parameters()])))
+        torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+    assert (
+        list(plain) == ["a call of gradsplit_tests.grouped_product.default runs with torch's own kernels"] * 2
+    )
+
+
+def test_no_gradients_no_cut(plain: list[str]) -> None:
+    model = Experts().eval()
+    x, ends = given()
+    with torch.no_grad():
+        torch.testing.assert_close(gradsplit.compile(model)(x, ends), model(x, ends))
+    assert list(plain) == []
+
+
+def test_a_graph_that_fails_in_a_later_stage_stays_whole(
+    monkeypatch: pytest.MonkeyPatch, plain: list[str]
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise Unsupported("test", "no partition")
+
+    monkeypatch.setattr(pipeline, "partition", refuse)
+    x, _ = given()
+    gradsplit.compile(lambda x: x.sin().cos().sum())(x).backward()
+    assert list(plain) == ["a graph runs with torch's own kernels"]
