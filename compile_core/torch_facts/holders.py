@@ -7,14 +7,15 @@ from functools import cache
 
 import torch
 
+from gradsplit.compile_core.torch_facts.autograd_engine import storage_use_count
 from gradsplit.compile_core.torch_facts.private_parts import private
 
-_WHY = "whether a gradient may be computed into the memory of a saved tensor"
-_WITHOUT = "gradients get memory of their own"
-
-# A NaN is no number of holders.
-_use_count = private("torch:Tensor._use_count", _WHY, _WITHOUT, lambda tensor: math.nan)
-_storage_use_count = private("torch._C:_storage_Use_Count", _WHY, _WITHOUT, lambda address: math.nan)
+_use_count = private(
+    "torch:Tensor._use_count",
+    "whether a gradient may be computed into the memory of a saved tensor",
+    "gradients get memory of their own",
+    lambda tensor: math.nan,  # which is no number of holders
+)
 
 
 def is_held_once(tensor: torch.Tensor) -> bool:
@@ -26,7 +27,7 @@ def is_held_once(tensor: torch.Tensor) -> bool:
 
 
 def _holders(tensor: torch.Tensor) -> tuple[float, float]:
-    return _use_count(tensor), _storage_use_count(tensor.untyped_storage()._cdata)
+    return _use_count(tensor), storage_use_count(tensor.untyped_storage()._cdata)
 
 
 @cache
