@@ -70,6 +70,7 @@ _PAIRS = [
     ("_get_math_sdp_enabled", "_set_sdp_use_math"),
     ("_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
     ("_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable"),
+    ("_get_sdp_priority_order", "_set_sdp_priority_order"),
 ]
 
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import types
 from typing import Any
 
 import torch
+from torch.amp.autocast_mode import autocast_decorator
 from torch.fx.traceback import annotate
 
 from gradsplit.compile_core.capture.guards.source_writer import SourceWriter
-from gradsplit.compile_core.capture.object_model.existing_objects import CallableReferenceValue
-from gradsplit.compile_core.capture.object_model.functions import BoundMethodValue, FunctionValue
 from gradsplit.compile_core.capture.torch_rules.global_state import autocast_state
-from gradsplit.compile_core.capture.values.base import CaptureState, SymbolicRaise, Value, constants_of
+from gradsplit.compile_core.capture.values.base import CaptureState, Value, constants_of
 from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, answer_to, call_rule
 from gradsplit.compile_core.capture.values.constants import BuiltinMethod, ConstantValue, fold
 from gradsplit.compile_core.torch_facts.thread_state import enter_autocast, exit_autocast, set_grad_enabled
@@ -44,81 +41,17 @@ class ModeValue(Value):
 
     def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         """As a decorator: a function whose calls run under the mode."""
-        (function,) = args
-        if kwargs or not isinstance(function, (FunctionValue, BoundMethodValue, CallableReferenceValue)):
-            raise state.unsupported(
-                "mode-as-decorator", f"{self.describe()} that decorates {function.describe()}"
-            )
-        return DecoratedFunction(self, function)
+        return state.wrap(autocast_decorator, None).call(state, [self, *args], kwargs)
 
     def enter(self, state: CaptureState) -> None:
         raise NotImplementedError
 
     def leave(self, state: CaptureState) -> None:
         raise NotImplementedError
-
-    def rebuild(self, writer: SourceWriter) -> str:
-        """The name of a real context manager in the same state, made by lines of the writer."""
-        raise NotImplementedError
-
-
-class DecoratedFunction(Value):
-    """A function that runs under a mode."""
-
-    cls = types.FunctionType
-
-    def __init__(self, mode: ModeValue, function: Value) -> None:
-        self.mode = mode
-        self.function = function
-
-    def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        mode = copy.copy(self.mode)
-        mode.enter(state)
-        try:
-            result = self.function.call(state, args, kwargs)
-        except SymbolicRaise:
-            mode.leave(state)
-            raise
-        mode.leave(state)
-        return result
-
-
-class GradMode(ModeValue):
-    """``torch.no_grad``, ``torch.enable_grad`` and ``torch.set_grad_enabled`` as context managers."""
-
-    def __init__(self, cls: type, enabled: bool, before: bool | None = None) -> None:
-        self.cls = cls
-        self.enabled = enabled
-        self.before = before
-
-    def enter(self, state: CaptureState) -> None:
-        if self.before is None or self.cls is not torch.set_grad_enabled:
-            self.before = torch.is_grad_enabled()
-        set_grad_mode(state, self.enabled)
-
-    def leave(self, state: CaptureState) -> None:
-        assert self.before is not None
-        set_grad_mode(state, self.before)
-
-    def rebuild(self, writer: SourceWriter) -> str:
-        name = writer.bind(f"{writer.constant(object.__new__)}({writer.constant(self.cls)})")
-        if self.cls is torch.set_grad_enabled:
-            writer.lines.append(f"{name}.mode = {self.enabled}")
-        writer.lines.append(f"{name}.prev = {bool(self.before)}")
-        return name
 
 
 def set_grad_mode(state: CaptureState, enabled: bool) -> None:
     state.call_state_op(set_grad_enabled, (enabled,))
-
-
-def _grad_mode_rule(cls: type, enabled: bool) -> CallRule:
-    def make(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        made = GradMode(cls, enabled)
-        # Called with a function, as a decorator is, the class decorates it.
-        return made.call(state, args, kwargs) if args or kwargs else made
-
-    return make
 
 
 def _method_rule(name: str) -> CallRule:
@@ -128,15 +61,9 @@ def _method_rule(name: str) -> CallRule:
         mode, *rest = args
         if mode.python_type() is torch.autocast and not isinstance(mode, ModeValue):
             entered = [inner for inner in state.entered_modes if getattr(inner, "made_before", None) is mode]
-            if name == "__enter__" and entered:
-                raise state.unsupported("autocast", "an autocast object is entered that was not left yet")
             if name == "__exit__" and not entered:
                 raise state.unsupported("autocast", "an autocast object is left that was entered before")
-            mode = _autocast_of(state, mode) if name == "__enter__" else entered[-1]
-        if mode.python_type() in _GRAD_MODES and not isinstance(mode, ModeValue) and name == "__exit__":
-            # It was entered for real, before the graph ended inside of it.
-            set_grad_mode(state, mode.get_attribute(state, "prev").truth(state))
-            return ConstantValue(None)
+            mode = entered[-1] if entered else _autocast_of(state, mode)
         if not isinstance(mode, ModeValue):
             raise TypeError(f"{name} of {mode.describe()}")
         return mode.call_method(state, name, rest, kwargs)
@@ -144,33 +71,17 @@ def _method_rule(name: str) -> CallRule:
     return call
 
 
-_GRAD_MODES = (torch.no_grad, torch.enable_grad, torch.set_grad_enabled)
-
-for _cls in (*_GRAD_MODES, torch.inference_mode, torch.autocast):
+for _cls in (torch.inference_mode, torch.autocast):
     for _name in ("__enter__", "__exit__"):
         CALL_RULES[getattr(_cls, _name)] = _method_rule(_name)
-
-CALL_RULES[torch.no_grad] = _grad_mode_rule(torch.no_grad, False)
-CALL_RULES[torch.enable_grad] = _grad_mode_rule(torch.enable_grad, True)
-
-
-@answer_to(torch.set_grad_enabled)
-def _set_grad_enabled(state: CaptureState, mode: Value) -> Any:
-    made = GradMode(torch.set_grad_enabled, _flag(state, mode), torch.is_grad_enabled())
-    set_grad_mode(state, made.enabled)
-    return made
 
 
 @answer_to(set_grad_enabled)
 def _raw_set_grad_enabled(state: CaptureState, mode: Value) -> Any:
-    set_grad_mode(state, _flag(state, mode))
+    if mode.python_type() is not bool:
+        raise state.unsupported("grad-mode", f"{mode.describe()} as a grad mode, which must be a bool")
+    set_grad_mode(state, mode.truth(state))
     return ConstantValue(None)
-
-
-def _flag(state: CaptureState, value: Value) -> bool:
-    if value.python_type() is not bool:
-        raise state.unsupported("grad-mode", f"{value.describe()} as a grad mode, which must be a bool")
-    return value.truth(state)
 
 
 def guard_autocast(state: CaptureState) -> None:
@@ -241,6 +152,8 @@ class AutocastMode(ModeValue):
         self.node: Any = None
 
     def enter(self, state: CaptureState) -> None:
+        if self in state.entered_modes:
+            raise state.unsupported("autocast", "an autocast object is entered that was not left yet")
         if None in self.arguments[1:]:
             guard_autocast(state)
         self.node = state.call_state_op(enter_autocast, self.arguments)

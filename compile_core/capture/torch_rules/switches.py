@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradsplit.compile_core.capture.guards.source_writer import SourceWriter
 from gradsplit.compile_core.capture.torch_rules.modes import ModeValue
@@ -83,48 +82,6 @@ answers(
     }
 )
 
-_ATTENTION_KERNELS = {
-    "_set_sdp_use_flash": SDPBackend.FLASH_ATTENTION,
-    "_set_sdp_use_mem_efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "_set_sdp_use_math": SDPBackend.MATH,
-    "_set_sdp_use_cudnn": SDPBackend.CUDNN_ATTENTION,
-    "_set_sdp_use_overrideable": SDPBackend.OVERRIDEABLE,
-}
-
-
-class AttentionKernels(ModeValue):
-    """``torch.nn.attention.sdpa_kernel``."""
-
-    cls = object
-
-    def __init__(self, allowed: list[Any]) -> None:
-        self.allowed = allowed
-        self.before: list[tuple[Switch, tuple[Any, ...]]] = []
-
-    def enter(self, state: CaptureState) -> None:
-        for switch in SWITCHES:
-            kernel = _ATTENTION_KERNELS.get(switch.set.__name__)
-            if kernel is not None:
-                self.before.append((switch, switch.read()))
-                turn(state, switch, kernel in self.allowed)
-
-    def leave(self, state: CaptureState) -> None:
-        for switch, values in self.before:
-            turn(state, switch, *values)
-
-
-@call_rule(sdpa_kernel)
-def _sdpa_kernel(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    (backends,) = args
-    if kwargs:
-        raise state.unsupported("attention-kernels", "sdpa_kernel with an order of priority")
-    is_one = isinstance(getattr(backends, "real", None), SDPBackend)
-    given = [backends] if is_one else state.items_of(backends)
-    allowed = [getattr(value, "real", None) for value in given]
-    if not all(isinstance(kernel, SDPBackend) for kernel in allowed):
-        raise state.unsupported("attention-kernels", "sdpa_kernel with something else than kernels")
-    return AttentionKernels(allowed)
-
 
 class InferenceMode(ModeValue):
     """``torch.inference_mode()``: the capture only turns gradients off, the graph enters the mode itself."""
@@ -132,22 +89,22 @@ class InferenceMode(ModeValue):
     cls = torch.inference_mode
 
     def __init__(self) -> None:
-        self.node: Any = None
-        self.before = (False, False)
+        self._before: list[Any] = []  # for each time that it is entered and not left
 
     def enter(self, state: CaptureState) -> None:
-        self.before = torch.is_grad_enabled(), state.inference_mode
+        before = torch.is_grad_enabled(), state.inference_mode
         set_grad_enabled(False)
         state.inference_mode = True
         state.turned.add(enter_inference_mode)
-        self.node = state.add_scalar_node("call_function", enter_inference_mode, (True,), None)
+        node = state.add_scalar_node("call_function", enter_inference_mode, (True,), None)
+        self._before.append((node, *before))
         state.entered_modes.append(self)
 
     def leave(self, state: CaptureState) -> None:
         state.entered_modes.remove(self)
-        grad_enabled, state.inference_mode = self.before
+        node, grad_enabled, state.inference_mode = self._before.pop()
         set_grad_enabled(grad_enabled)
-        state.add_scalar_node("call_function", exit_inference_mode, (self.node,), None)
+        state.add_scalar_node("call_function", exit_inference_mode, (node,), None)
 
     def rebuild(self, writer: SourceWriter) -> str:
         return writer.bind(f"{writer.constant(torch.inference_mode)}()")

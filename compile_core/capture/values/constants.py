@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.attention
 
 from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, Value, constants_of
 
@@ -32,6 +33,7 @@ LITERAL_TYPES = (
     torch.memory_format,
     torch.finfo,
     torch.iinfo,
+    torch.nn.attention.SDPBackend,
     # The default of counts and flags in the functions of ``re``, from 3.13 on.
     type(getattr(re, "_zero_sentinel", 0)),
 )
