@@ -13,7 +13,7 @@ from gradsplit.compile_core.capture.guards.source_writer import SourceWriter
 from gradsplit.compile_core.capture.torch_rules.global_state import autocast_state
 from gradsplit.compile_core.capture.values.base import CaptureState, Value, constants_of
 from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, answer_to, call_rule
-from gradsplit.compile_core.capture.values.constants import BuiltinMethod, ConstantValue, fold
+from gradsplit.compile_core.capture.values.constants import DEVICE_CONTEXT, BuiltinMethod, ConstantValue, fold
 from gradsplit.compile_core.torch_facts.thread_state import enter_autocast, exit_autocast, set_grad_enabled
 from gradsplit.compile_core.torch_facts.torch_switches import SWITCHES
 
@@ -54,26 +54,24 @@ def set_grad_mode(state: CaptureState, enabled: bool) -> None:
     state.call_state_op(set_grad_enabled, (enabled,))
 
 
-def _method_rule(name: str) -> CallRule:
-    """``torch.no_grad.__enter__(mode)``, as ``contextlib.ExitStack`` calls it, or for an autocast made before."""
-
-    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        mode, *rest = args
-        if mode.python_type() is torch.autocast and not isinstance(mode, ModeValue):
-            entered = [inner for inner in state.entered_modes if getattr(inner, "made_before", None) is mode]
-            if name == "__exit__" and not entered:
-                raise state.unsupported("autocast", "an autocast object is left that was entered before")
-            mode = entered[-1] if entered else _autocast_of(state, mode)
-        if not isinstance(mode, ModeValue):
-            raise TypeError(f"{name} of {mode.describe()}")
-        return mode.call_method(state, name, rest, kwargs)
-
-    return call
+@answer_to(torch.autocast.__enter__)
+def _enter_autocast(state: CaptureState, mode: Value) -> Any:
+    if not isinstance(mode, AutocastMode):
+        mode = _entered(state, mode) or _autocast_of(state, mode)
+    return mode.call_method(state, "__enter__", [], {})
 
 
-for _cls in (torch.inference_mode, torch.autocast):
-    for _name in ("__enter__", "__exit__"):
-        CALL_RULES[getattr(_cls, _name)] = _method_rule(_name)
+@answer_to(torch.autocast.__exit__)
+def _leave_autocast(state: CaptureState, mode: Value, *exception: Value) -> Any:
+    found = mode if isinstance(mode, AutocastMode) else _entered(state, mode)
+    if found is None:
+        raise state.unsupported("autocast", "an autocast object is left that was entered before")
+    return found.call_method(state, "__exit__", [], {})
+
+
+def _entered(state: CaptureState, made_before: Value) -> Value | None:
+    """The mode that entering an autocast object began, which existed before the capture."""
+    return next((m for m in state.entered_modes if getattr(m, "made_before", None) is made_before), None)
 
 
 @answer_to(set_grad_enabled)
@@ -168,6 +166,45 @@ class AutocastMode(ModeValue):
             return writer.emit(self.made_before)  # type: ignore[attr-defined]
         arguments = ", ".join(writer.constant(argument) for argument in self.arguments)
         return writer.bind(f"{writer.constant(torch.autocast)}({arguments})")
+
+
+class DefaultDevice(ModeValue):
+    """What ``with torch.device(...)`` enters: the graph says the device of each tensor that is made."""
+
+    cls = torch.device
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def enter(self, state: CaptureState) -> None:
+        self._before = state.default_device
+        state.default_device = self._device
+        state.entered_modes.append(self)
+
+    def leave(self, state: CaptureState) -> None:
+        state.default_device = self._before
+        state.entered_modes.remove(self)
+
+    def rebuild(self, writer: SourceWriter) -> str:
+        return writer.constant(self._device)
+
+
+def _enter_device(state: CaptureState, device: torch.device) -> Value:
+    DefaultDevice(device).enter(state)
+    return ConstantValue(device)
+
+
+def _leave_device(state: CaptureState, device: torch.device) -> Value:
+    entered = [mode for mode in state.entered_modes if isinstance(mode, DefaultDevice)]
+    if not entered:
+        raise state.unsupported(
+            "default-device", f"{device} is left as the default device, which was so before"
+        )
+    entered[-1].leave(state)
+    return ConstantValue(None)
+
+
+DEVICE_CONTEXT.update({"__enter__": _enter_device, "__exit__": _leave_device})
 
 
 def _autocast_of(state: CaptureState, made_before: Value) -> AutocastMode:
