@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -52,6 +53,17 @@ class ModeValue(Value):
 
 def set_grad_mode(state: CaptureState, enabled: bool) -> None:
     state.call_state_op(set_grad_enabled, (enabled,))
+
+
+@contextlib.contextmanager
+def grad_mode(state: CaptureState, enabled: bool) -> Iterator[None]:
+    """Inside, what the program does is done with gradients, or without."""
+    before = torch.is_grad_enabled()
+    set_grad_mode(state, enabled)
+    try:
+        yield
+    finally:
+        set_grad_mode(state, before)
 
 
 @answer_to(torch.autocast.__enter__)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.optim.optimizer as library
 
-from gradsplit.compile_core.capture.torch_rules.modes import set_grad_mode
+from gradsplit.compile_core.capture.torch_rules.modes import grad_mode
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.call_rules import answer_to, decorator_rule
 from gradsplit.compile_core.capture.values.constants import ConstantValue
@@ -62,12 +62,9 @@ def _use_grad(decorated: types.FunctionType) -> Any:
 
     def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         defaults = args[0].get_attribute(state, "defaults")
-        before = torch.is_grad_enabled()
-        set_grad_mode(state, defaults.get_item(state, ConstantValue("differentiable")).truth(state))
-        try:
+        differentiable = defaults.get_item(state, ConstantValue("differentiable")).truth(state)
+        with grad_mode(state, differentiable):
             return state.wrap(function, None).call(state, args, kwargs)
-        finally:
-            set_grad_mode(state, before)
 
     return call
 
