@@ -281,9 +281,12 @@ def sorted_values(
     if key is not None and not is_none(key):
         keyed = [key.call(state, [item], {}) for item in items]
     backwards = reverse is not None and reverse.truth(state)
-    # Python's sort asks for nothing but ``<``.
-    by_less = functools.cmp_to_key(lambda one, other: -int(state.less(keyed[one], keyed[other])))
-    order = sorted(range(len(items)), key=by_less, reverse=backwards)
+    order = list(range(len(items)))
+
+    def by_less(one: int, other: int) -> int:
+        return -int(state.less(keyed[one], keyed[other]))  # the sort asks for nothing but ``<``
+
+    order.sort(key=functools.cmp_to_key(by_less), reverse=backwards)
     return [items[index] for index in order]
 
 
