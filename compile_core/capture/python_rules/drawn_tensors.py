@@ -45,7 +45,7 @@ class TensorGenerator(Value):
             size = SequenceValue([ConstantValue(real.get_state().numel())], tuple)
             settings: dict[str, Value] = {"dtype": ConstantValue(torch.uint8), "device": ConstantValue("cpu")}
             self._held = state.call_tensor_op("call_function", torch.empty, [size], settings)
-            self._run(state, "Generator.manual_seed", [ConstantValue(self._seed)])
+            self._run(state, "Generator.manual_seed", [ConstantValue(self._seed)], {})
             return
         state.guards.type_is(source, torch.Generator)
         state.guards.add([source], "not {c0}({0})", [is_of_torch], f"{source} is not torch's own")
@@ -77,7 +77,7 @@ class TensorGenerator(Value):
             shown = ", ".join(argument.describe() for argument in args)
             raise state.unsupported("generator-method", f"{name!r} of a torch.Generator with ({shown})")
         self._seed = args[0].value if isinstance(args[0], ConstantValue) else None
-        self._run(state, f"Generator.{name}", args)
+        self._run(state, f"Generator.{name}", args, {})
         return self
 
     def _takes(self, name: str, argument: Value) -> bool:
@@ -89,12 +89,12 @@ class TensorGenerator(Value):
             return False
         return (given.shape, given.dtype, given.device) == (like.shape, like.dtype, like.device)
 
-    def _run(self, state: CaptureState, name: str, args: list[Value], **named: Value) -> list[Value]:
+    def _run(
+        self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
+    ) -> list[Value]:
         given: list[Value] = [ConstantValue(name), ConstantValue(str(self.device)), self._held]
-        given += [
-            SequenceValue([*args], tuple),
-            DictValue({key: (ConstantValue(key), value) for key, value in named.items()}),
-        ]
+        named = {key: (ConstantValue(key), value) for key, value in kwargs.items()}
+        given += [SequenceValue([*args], tuple), DictValue({**named})]
         found = state.call_tensor_op("call_function", with_generator, given, {})
         self._held, *drawn = state.items_of(found)
         state.effects.moved_on(self)
@@ -113,7 +113,7 @@ class TensorGenerator(Value):
             name = f"Tensor.{_FILLED_BY[target]}"
         else:
             name = f"Tensor.{name}" if in_place else f"torch.{name}"
-        (drawn,) = self._run(state, name, args, **kwargs)
+        (drawn,) = self._run(state, name, args, kwargs)
         if isinstance(drawn, TensorValue) and drawn.fake.requires_grad:
             raise state.unsupported("generator-gradient", f"{name} with a generator, which autograd sees")
         return state.call_tensor_op("call_method", "copy_", [args[0], drawn], {}) if in_place else drawn

@@ -42,7 +42,8 @@ def _rule(in_python: types.FunctionType) -> CallRule:
 
 
 for _name, _in_c in _MODULES:
+    _real = importlib.import_module(_name)
     for _key, _function in vars(_module_in_python(_name, _in_c)).items():
-        _found = getattr(sys.modules[_name], _key, None)
+        _found = getattr(_real, _key, None)
         if isinstance(_function, types.FunctionType) and isinstance(_found, types.BuiltinFunctionType):
             CALL_RULES[_found] = _rule(_function)

@@ -1,4 +1,4 @@
-"""Modes of torch that a function may switch: gradients and autocast. Each switch is a node of the graph."""
+"""Modes of torch that a function may switch: gradients, autocast, the default device. Most are nodes of the graph."""
 
 from __future__ import annotations
 
