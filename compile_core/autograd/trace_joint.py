@@ -43,7 +43,10 @@ from gradsplit.compile_core.autograd.tracing.arrivals import (
     reaching_roots,
 )
 from gradsplit.compile_core.autograd.tracing.captured_nodes import CapturedNodes
-from gradsplit.compile_core.autograd.tracing.custom_operators import functional_custom_operators
+from gradsplit.compile_core.autograd.tracing.custom_operators import (
+    drawing_by_state,
+    functional_custom_operators,
+)
 from gradsplit.compile_core.autograd.tracing.data_symbols import DataSymbols, has_data_sizes
 from gradsplit.compile_core.autograd.tracing.kept_calls import KeptCalls, kept_calls
 from gradsplit.compile_core.autograd.tracing.number_recorder import NumberOperations, reads_numbers
@@ -102,7 +105,8 @@ def trace_joint(
         replacements = {
             higher_order.checkpoint: run_marked, tag_activation_checkpoint: run_tagged,
             **control_flow.replacements(), **attention.replacements(), **noted_default_dtypes(),
-            **functional_custom_operators(module, calls, fake_mode), **layered_networks(fake_mode),
+            **functional_custom_operators(module, calls, fake_mode), **drawing_by_state(calls, fake_mode),
+            **layered_networks(fake_mode),
         }  # fmt: skip
         traceable = replace_calls(module, replacements)
         return _trace(traceable, examples, fake_mode, decompositions, calls, operations, symbols)

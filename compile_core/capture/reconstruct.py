@@ -12,7 +12,6 @@ from torch import fx
 
 from gradsplit.compile_core.capture.graph.side_effects import SideEffects
 from gradsplit.compile_core.capture.guards.source_writer import SourceWriter
-from gradsplit.compile_core.capture.numpy_arrays.arrays import ArrayValue
 from gradsplit.compile_core.capture.object_model.classes import ClassValue
 from gradsplit.compile_core.capture.object_model.exceptions import ExceptionValue
 from gradsplit.compile_core.capture.object_model.functions import BoundMethodValue, CellValue, FunctionValue
@@ -26,7 +25,6 @@ from gradsplit.compile_core.capture.open_numbers.scalars import ScalarValue
 from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import SymbolicNumber, is_of_data
 from gradsplit.compile_core.capture.operations.operator_rules import GetterValue
 from gradsplit.compile_core.capture.rebuild_iterators import build_iterator
-from gradsplit.compile_core.capture.torch_rules.modes import ModeValue
 from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, Value
 from gradsplit.compile_core.capture.values.constants import (
     BuiltinMethod,
@@ -151,12 +149,11 @@ class RunnerWriter(SourceWriter):
             return self._build_exception(value)
         if isinstance(value, InstanceValue):
             return self.constant(value.real) if value.real is not None else self._build_instance(value)
-        if isinstance(value, ModeValue):
-            return value.rebuild(self)
-        if isinstance(value, ArrayValue):
-            return value.rebuild(self, self.emit(value.tensor))
         if isinstance(value, (IteratorValue, SequenceIterator)):
             return self._name(value, build_iterator(self, value))
+        made = value.rebuild(self)
+        if made is not None:
+            return made
         raise self.state.unsupported("result", f"no rule to hand out {value.describe()}")
 
     def _build_instance(self, value: InstanceValue) -> str:

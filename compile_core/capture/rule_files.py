@@ -19,13 +19,13 @@ from gradsplit.compile_core.capture.python_rules import (
     attribute_rules,
     builtin_rules,
     copy_rules,
-    heap_rules,
     inspect_rules,
     iteration_rules,
     itertools_rules,
     library_closures,
     message_rules,
     object_rules,
+    python_forms,
 )
 from gradsplit.compile_core.capture.torch_rules import (
     data_conditions,

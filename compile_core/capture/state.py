@@ -43,10 +43,11 @@ from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import Symboli
 from gradsplit.compile_core.capture.open_numbers.symbolic_sizes import SymbolicSizes
 from gradsplit.compile_core.capture.operations import comparisons, texts
 from gradsplit.compile_core.capture.operations.special_methods import special_call
+from gradsplit.compile_core.capture.python_rules.drawn_tensors import DefaultGenerator, TensorGenerator
 from gradsplit.compile_core.capture.python_rules.library_closures import CLOSURE_RULES
 from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, SymbolicRaise, Value
 from gradsplit.compile_core.capture.values.call_rules import DATA_DEPENDENT_RULES
-from gradsplit.compile_core.capture.values.constants import FOLDED_TYPES, ConstantValue, is_literal
+from gradsplit.compile_core.capture.values.constants import FOLDED_TYPES, ConstantValue, is_literal, is_none
 from gradsplit.compile_core.capture.values.containers import (
     ListValue,
     SequenceValue,
@@ -215,14 +216,15 @@ class Capture(CaptureState):
         if takes_probability(target):
             args = [open_probability(self, argument) for argument in args]
             kwargs = {key: open_probability(self, value) for key, value in kwargs.items()}
+        constructs = self.default_device is not None and target in device_constructors()
+        if constructs and is_none(kwargs.get("device", ConstantValue(None))):
+            kwargs = {**kwargs, "device": ConstantValue(self.default_device)}
+        generator = kwargs.get("generator")
+        if isinstance(generator, (TensorGenerator, DefaultGenerator)):
+            named = {key: value for key, value in kwargs.items() if key != "generator"}
+            return generator.draw(self, op, target, args, named)
         graph_args = tuple(argument.graph_argument(self) for argument in args)
         graph_kwargs = {key: value.graph_argument(self) for key, value in kwargs.items()}
-        if (
-            self.default_device is not None
-            and target in device_constructors()
-            and graph_kwargs.get("device") is None
-        ):
-            graph_kwargs["device"] = self.default_device
         if config.capture_scalar_outputs:
             check_scalars(self, target, (graph_args, graph_kwargs))
         try:

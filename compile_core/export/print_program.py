@@ -24,7 +24,7 @@ from gradsplit.compile_core.ir.captured import is_symbolic_number
 from gradsplit.compile_core.ir.user_lines import stack_of, user_line
 
 # Words of the text's own, which no node may have for a name.
-RESERVED = ("torch", "operator", "math", "slice", "complex", "float", "result")
+RESERVED = ("torch", "operator", "math", "gradsplit", "slice", "complex", "float", "result")
 
 
 def print_program(graph: fx.Graph) -> str:

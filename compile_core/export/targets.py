@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from gradsplit.compile_core.ir import data_checks
 from gradsplit.compile_core.torch_facts.bindings import NATIVE_NN, VARIABLE_FUNCTIONS, torch_native
 
 # Reads files, shares memory with processes, or calls what it is given.
@@ -42,6 +43,7 @@ _PLACES: dict[str, tuple[Any, tuple[str, ...] | None]] = {
     "torch._C": (torch_native, ("_set_grad_enabled",)),
     "torch.amp.autocast_mode": (torch.amp.autocast_mode, ("_enter_autocast", "_exit_autocast")),
     "operator": (operator, None),
+    "gradsplit": (data_checks, ("check_assumption",)),
     "math": (math, None),
 }
 # What of torch itself is no native function and yet one of numbers.

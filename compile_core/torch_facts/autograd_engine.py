@@ -36,6 +36,19 @@ AutoDispatchBelowAutograd = private("torch._C:_AutoDispatchBelowAutograd", "reco
 set_saved_tensors_hooks_tracing = private(
     "torch._C:_autograd._saved_tensors_hooks_set_tracing", "hooks of saved tensors while a graph is traced"
 )
+push_saved_tensors_hooks = private(
+    "torch._C:_autograd._push_saved_tensors_default_hooks", "hooks of saved tensors in programs"
+)
+refuse_saved_tensors_hooks = private(
+    "torch._C:_autograd._saved_tensors_hooks_disable", "disable_saved_tensors_hooks in programs"
+)
+allow_saved_tensors_hooks = private(
+    "torch._C:_autograd._saved_tensors_hooks_enable", "disable_saved_tensors_hooks in programs"
+)
+why_no_saved_tensors_hooks = private(
+    "torch._C:_autograd._saved_tensors_hooks_get_disabled_error_message",
+    "disable_saved_tensors_hooks in programs",
+)
 top_saved_tensors_hooks = private(
     "torch._C:_autograd._top_saved_tensors_default_hooks", "whether hooks of saved tensors are set"
 )

@@ -42,6 +42,7 @@ exit_autocast = private("torch.amp.autocast_mode:_exit_autocast", _AUTOCAST)
 _INFERENCE = "torch.inference_mode inside of compiled code"
 enter_inference_mode = private("torch.autograd.grad_mode:_enter_inference_mode", _INFERENCE)
 exit_inference_mode = private("torch.autograd.grad_mode:_exit_inference_mode", _INFERENCE)
+InferenceModeGuard = private("torch._C:_InferenceMode", _INFERENCE)
 pop_mode_temporarily = private(
     "torch.overrides:_pop_mode_temporarily", "asking apart from the default device what a function returns"
 )

@@ -15,8 +15,11 @@ from typing import Any
 import torch
 
 from gradsplit.compile_core.torch_facts.autograd_engine import (
+    allow_saved_tensors_hooks,
+    refuse_saved_tensors_hooks,
     set_saved_tensors_hooks_tracing,
     top_saved_tensors_hooks,
+    why_no_saved_tensors_hooks,
 )
 from gradsplit.compile_core.torch_facts.dispatcher import ForceDispatchKeyGuard, excluded_keys, included_keys
 from gradsplit.compile_core.torch_facts.private_parts import private
@@ -53,6 +56,14 @@ def _anomaly() -> tuple[bool, bool]:
     return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
 
 
+def refuse_hooks_for(reason: str | None) -> None:
+    """From now on hooks for what autograd saves may not be set, with this message; None: they may."""
+    if reason is None:
+        allow_saved_tensors_hooks()
+    else:
+        refuse_saved_tensors_hooks(reason)
+
+
 _PAIRS = [
     ("_get_cudnn_enabled", "_set_cudnn_enabled"),
     ("_get_cudnn_benchmark", "_set_cudnn_benchmark"),
@@ -70,6 +81,7 @@ _PAIRS = [
     ("_get_math_sdp_enabled", "_set_sdp_use_math"),
     ("_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
     ("_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable"),
+    ("_get_sdp_priority_order", "_set_sdp_priority_order"),
 ]
 
 
@@ -88,6 +100,7 @@ def _pairs() -> Iterator[tuple[str, Any, Any]]:
 SWITCHES: tuple[Switch, ...] = (
     Switch(torch.get_default_dtype, set_default_dtype),
     Switch(_anomaly, torch.set_anomaly_enabled),
+    Switch(why_no_saved_tensors_hooks, refuse_hooks_for),
     *(Switch(get, put, concerns_kernels="_sdp_" not in name) for name, get, put in _pairs() if get and put),
     *(
         Switch(
@@ -217,3 +230,8 @@ def without_saved_tensor_hooks() -> Iterator[None]:
 def saved_tensor_hooks_are_active() -> bool:
     """Whether the program has hooks for what autograd saves, at this place of this thread."""
     return top_saved_tensors_hooks(False) is not None
+
+
+def saved_tensor_hooks_are_set() -> bool:
+    """The same, also inside ``without_saved_tensor_hooks``."""
+    return top_saved_tensors_hooks(True) is not None

@@ -87,3 +87,22 @@ def test_only_what_is_differentiated_counts(caplog):
     gradsplit.compile(program)(torch.ones(3), w).backward()
     assert w.grad.tolist() == [2, 2, 2]
     assert "torch's own kernels" not in caplog.text
+
+
+@torch.library.custom_op("gradsplit_tests::shift_", mutates_args={"x"})
+def shift_(x: Tensor, by: int) -> None:
+    x.add_(by)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "triton"])
+def test_numbers_that_differ_are_those_of_the_call(backend):
+    def program(x):
+        y = x * 2
+        shift_(y, x.shape[0])
+        return y
+
+    counter = gradsplit.testing.CompileCounterWithBackend(backend)
+    compiled = gradsplit.compile(program, backend=counter, fullgraph=True)
+    for size in (3, 4, 5, 6):
+        torch.testing.assert_close(compiled(torch.ones(size)), program(torch.ones(size)))
+    assert counter.frame_count == 2

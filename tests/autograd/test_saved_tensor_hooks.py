@@ -179,3 +179,72 @@ def test_what_is_packed_is_what_the_partition_saves():
     with archive.hooks():
         compiled(x).backward()
     assert archive.packed == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_region_under_hooks_is_a_graph(backend):
+    archive = Archive()
+
+    def hooked(x):
+        with archive.hooks():
+            return x.sin().exp()
+
+    def program(x):
+        return hooked(x * 2).cos() * x
+
+    counter = gradsplit.testing.CompileCounterWithBackend(backend)
+    compiled, x = gradsplit.compile(program, backend=counter), leaf(3)
+    compiled(x).sum().backward()
+    twin = x.detach().requires_grad_()
+    packed = archive.packed
+    program(twin).sum().backward()
+    torch.testing.assert_close(x.grad, twin.grad)
+    assert packed > 0 and counter.frame_count == 3
+    with pytest.raises(gradsplit.Unsupported, match="saved-tensors-hooks"):
+        gradsplit.compile(program, fullgraph=True)(x)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_hooks_disabled_inside_of_the_program(backend):
+    def program(x):
+        with disable_saved_tensors_hooks("outer"):
+            y = x.sin()
+            with disable_saved_tensors_hooks("inner"):
+                y = y * x
+        return y.exp()
+
+    compiled = gradsplit.compile(program, backend=backend, fullgraph=True)
+    x, twin = leaf(3), leaf(3)
+    twin.data.copy_(x)
+    compiled(x).sum().backward()
+    program(twin).sum().backward()
+    torch.testing.assert_close(x.grad, twin.grad)
+    for step in (program, compiled):
+        with save_on_cpu(), pytest.raises(RuntimeError, match="outer"):
+            step(x)
+    with save_on_cpu():
+        x.sin()  # they may be set again
+
+
+def test_hooks_that_are_disabled_across_a_break():
+    def program(x):
+        messages = []
+        with disable_saved_tensors_hooks("not here"):
+            y = x.sin()
+            gradsplit.graph_break()
+            try:
+                with save_on_cpu():
+                    y = y * x
+            except RuntimeError as error:
+                messages.append(str(error))
+        with save_on_cpu():
+            return y.exp() * x, messages
+
+    compiled, x, twin = gradsplit.compile(program, backend="aot_eager"), leaf(3), leaf(3)
+    twin.data.copy_(x)
+    for _ in range(2):
+        found, expected = compiled(x), program(twin)
+        assert found[1] == expected[1] == ["not here"]
+        found[0].sum().backward()
+        expected[0].sum().backward()
+        torch.testing.assert_close(x.grad, twin.grad)

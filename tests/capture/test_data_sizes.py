@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.func import vmap
 from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
+from torch.utils.checkpoint import checkpoint
 
 import gradsplit
 from gradsplit.compile_core import config
@@ -238,6 +240,75 @@ def test_open_sizes_beside_those_of_data(backend) -> None:
     assert len(made.entries) == 1
 
 
+def refuse_nan(x):
+    if x.isnan().any():
+        raise ValueError("not a number")
+
+
+def in_a_checkpoint(x):
+    chosen = x[x > 0]
+
+    def inner(y):
+        torch._check(chosen.shape[0] <= 5)
+        return (y * chosen.shape[0] + torch.ones(chosen.shape[0]).sum()).sin() * chosen.sum()
+
+    return checkpoint(inner, x, use_reentrant=False)
+
+
+def in_checkpoints_of_checkpoints(x):
+    refuse_nan(x)
+    first, second = x[x > 0], x[x > 0]
+
+    def outer(y):
+        return checkpoint(lambda z: (first * second).sum() * z.cos() / 50, y, use_reentrant=False).sin()
+
+    return checkpoint(outer, x, use_reentrant=False)
+
+
+def between_checkpoints(x):
+    for _ in range(2):
+        x = checkpoint(torch.sin, x, use_reentrant=False)
+        refuse_nan(x)
+    return x
+
+
+def before_other_bodies(x):
+    refuse_nan(x)
+    either = torch.cond(x.sum() > 0, lambda y: y.sin(), lambda y: y.cos(), (x,))
+    return either * vmap(torch.exp)(x)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "program", [in_a_checkpoint, in_checkpoints_of_checkpoints, between_checkpoints, before_other_bodies]
+)
+def test_bodies(program, backend, caplog) -> None:
+    check(program, COUNTS, backend, caplog)
+    if program is not in_a_checkpoint:
+        return
+    made = gradsplit.compile(program, backend=backend, fullgraph=True)
+    made(torch.tensor([1.0, 2, 3, 4, 5, -6]))
+    with pytest.raises(RuntimeError, match="Expected cond"):
+        made(torch.tensor([1.0, 2, 3, 4, 5, 6]))
+
+
+def size_in_vmap(x):
+    chosen = x[x > 0]
+    return vmap(lambda row: row * chosen.shape[0])(x)
+
+
+def size_made_in_a_checkpoint(x):
+    return checkpoint(lambda y: y[y > 0].sin(), x, use_reentrant=False) * 2
+
+
+def asserted_in_a_checkpoint(x):
+    def inner(y):
+        refuse_nan(y)
+        return y.sin()
+
+    return checkpoint(inner, x, use_reentrant=False)
+
+
 def branches(x):
     chosen = x[x > 0]
     return chosen.max() * x if chosen.numel() > 0 else x * 2
@@ -249,7 +320,9 @@ def loops(x):
     return x
 
 
-@pytest.mark.parametrize("program", [branches, loops])
+@pytest.mark.parametrize(
+    "program", [branches, loops, size_in_vmap, size_made_in_a_checkpoint, asserted_in_a_checkpoint]
+)
 def test_decisions_end_the_graph(program) -> None:
     made = gradsplit.compile(program, backend="eager")
     for data in COUNTS:

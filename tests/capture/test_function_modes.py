@@ -7,6 +7,7 @@ import torch
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.func import vmap
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradsplit
 from tests.capture.same_as_plain import check_same
@@ -78,3 +79,56 @@ def test_other_modes_see_what_plain_python_calls():
     assert torch.equal(gradsplit.compile(function, backend="eager")(x), x * 2 + 1)
     assert seen == [torch.Tensor.mul]
     assert "torch-function-mode" in gradsplit.explain(function)(x).break_reasons[0].reason
+
+
+class Noted(TorchFunctionMode):
+    def __init__(self, log):
+        super().__init__()
+        self.log = log
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.log.append(func.__name__)
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.sin else result
+
+
+class NotedOperators(TorchDispatchMode):
+    def __init__(self, log):
+        super().__init__()
+        self.log = log
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.log.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    ("mode", "reason"), [(Noted, "torch-function-mode"), (NotedOperators, "torch-dispatch-mode")]
+)
+def test_modes_of_users_see_the_calls_of_plain_python(mode, reason, backend):
+    def helper(x):
+        return torch.sin(x) * x + 1
+
+    def program(x, log):
+        with mode(log):
+            y = helper(x)
+            with torch.no_grad():
+                z = y.exp()
+        return helper(y) * z
+
+    with pytest.raises(gradsplit.Unsupported, match=reason):
+        gradsplit.compile(program, fullgraph=True)(torch.ones(2), [])
+    compiled = gradsplit.compile(program, backend=backend)
+    around = gradsplit.compile(helper, backend=backend)
+    for _ in range(2):
+        seen = []
+        for inside, outside in ((program, helper), (compiled, around)):
+            log: list[str] = []
+            x = torch.ones(2, requires_grad=True)
+            y = inside(x, log)
+            with mode(log):
+                z = outside(y)
+            (z + outside(y)).sum().backward()
+            seen.append((y.tolist(), z.tolist(), x.grad.tolist(), log))
+        assert seen[0] == seen[1]

@@ -196,6 +196,16 @@ def test_hooks_of_an_optimizer():
     run()
 
 
+def test_a_hook_that_replaces_the_arguments_of_a_step():
+    plain, ours = (Setup(OPTIMIZERS["sgd"]) for _ in range(2))
+    step = compile_eager(ours.optimizer.step, fullgraph=True)
+    for setup in (plain, ours):
+        setup.new_gradients()
+        setup.optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: ((args[0], lambda: 3.5), {}))
+    assert step() == plain.optimizer.step() == 3.5
+    assert_equal_state(plain, ours)
+
+
 def test_a_loaded_state_is_the_state():
     plain, ours = (Setup(OPTIMIZERS["adam"]) for _ in range(2))
     step = compile_eager(ours.optimizer.step, fullgraph=True)

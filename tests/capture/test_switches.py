@@ -59,7 +59,33 @@ def attention(x):
     with sdpa_kernel(SDPBackend.MATH):
         one = F.scaled_dot_product_attention(queries, queries, queries)
     with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]):
-        return one + F.scaled_dot_product_attention(queries, queries, queries, is_causal=True)
+        two = F.scaled_dot_product_attention(queries, queries, queries, is_causal=True)
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
+        return one + two + F.scaled_dot_product_attention(queries, queries, queries)
+
+
+def decorated_in_the_frame(x):
+    @torch.autocast("cpu", dtype=torch.bfloat16)
+    def halved(t):
+        return t @ t.T
+
+    @torch.no_grad
+    def rows(t):
+        yield t[0] * 2
+        yield t[1] * 3
+
+    mode = torch.no_grad()
+    with mode:
+        inside = torch.is_grad_enabled()
+    return halved(x) @ halved(x), [*rows(x)], inside, mode.prev
+
+
+def inference_inside_of_itself(x):
+    @torch.inference_mode()
+    def deeper(t, depth):
+        return deeper(t * 2, depth - 1) if depth else t
+
+    return deeper(x, 2), torch.is_inference_mode_enabled(), x * 2
 
 
 def nested_autocast(x):
@@ -103,6 +129,7 @@ def autocast_made_before(x):
 PROGRAMS = [
     autocast_made_before, decorated_in_place, decorator_with_function, grad_mode_survives_an_exception,
     default_dtype, anomaly, cudnn_flags, attention, nested_autocast, inference_inside, calls_decorated,
+    decorated_in_the_frame, inference_inside_of_itself,
 ]  # fmt: skip
 
 

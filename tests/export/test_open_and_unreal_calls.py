@@ -106,3 +106,18 @@ def test_fake_tensors() -> None:
     module = exported.module().to_empty(device="cpu")
     nn.init.ones_(module.get_parameter("0.weight"))
     assert module(torch.ones(2, 4)).shape == (2, 4)
+
+
+def test_what_is_assumed_of_data_is_checked_in_the_loaded_graph(tmp_path) -> None:
+    class Checked(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.isnan().any():
+                raise ValueError("not a number")
+            return x * 2
+
+    gradsplit.export(Checked(), (torch.ones(3),)).save(tmp_path / "checked")
+    loaded = gradsplit.load_export(tmp_path / "checked").module()
+    for module in (loaded, gradsplit.compile(loaded, backend="aot_eager")):
+        assert torch.equal(module(torch.ones(3)), torch.full((3,), 2.0))
+        with pytest.raises(RuntimeError, match="assumed of data"):
+            module(torch.full((3,), math.nan))

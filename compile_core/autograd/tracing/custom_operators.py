@@ -1,7 +1,8 @@
-"""Operators that users registered and that change their arguments, in a joint trace.
+"""Functions that functionalization does not know, in a joint trace: each call becomes a kept call.
 
-Functionalization knows torch's own operators. A user's operator that writes to tensors becomes a kept call that works
-on copies of these and returns them beside its results; the trace then changes the tensors by what the call returns.
+A user's operator that writes to tensors works there on copies of these and returns them beside its results; the trace
+then changes the tensors by what the call returns. A draw from a generator of the program takes its state and returns
+the next one.
 
 Limits, each an ``Unsupported``: an operator under autograd, whose rules for gradients speak of tensors that change; one
 that returns anything but new tensors.
@@ -21,6 +22,7 @@ from torch.utils import _pytree as pytree
 from gradsplit.compile_core.autograd.tracing.kept_calls import KeptCalls
 from gradsplit.compile_core.autograd.tracing.record_operators import outside_of_recording
 from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.ir.generator_draws import with_generator
 from gradsplit.compile_core.ir.kept_calls import KeptCall
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
@@ -51,9 +53,7 @@ class _Functional:
         self._fake_mode = fake_mode
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        values, structure = pytree.tree_flatten((args, kwargs))
-        places = [place for place, value in enumerate(values) if isinstance(value, torch.Tensor)]
-        tensors: list[torch.Tensor] = [values[place] for place in places]
+        tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return self._operator(*args, **kwargs)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
@@ -61,21 +61,8 @@ class _Functional:
                 "custom-operator-gradient", f"{self._operator} changes its arguments and is differentiated"
             )
         written = self._written(args, kwargs, tensors)
-
-        def run(*given: torch.Tensor) -> list[torch.Tensor]:
-            passed = [tensor.clone() if k in written else tensor for k, tensor in enumerate(given)]
-            filled = list(values)
-            for place, tensor in zip(places, passed, strict=True):
-                filled[place] = tensor
-            positional, named = pytree.tree_unflatten(filled, structure)
-            results = self._operator(*positional, **named)
-            return [*_tensors(results), *(passed[k] for k in written)]
-
-        like = [TensorSpec.of(tensor) for tensor in tensors]
-        with outside_of_recording(), self._fake_mode:
-            examples = run(*(spec.empty() for spec in like))
-        kept = KeptCall(self._operator.__name__, run, [TensorSpec.of(example) for example in examples])
-        outputs = self._calls.call(kept, tensors)
+        name = self._operator.__name__
+        outputs = keep_whole(self._calls, self._fake_mode, name, self._operator, args, kwargs, written)
         for k, new in zip(written, outputs[len(outputs) - len(written) :], strict=True):
             tensors[k].copy_(new)
         results = outputs[: len(outputs) - len(written)]
@@ -98,10 +85,69 @@ class _Functional:
         return [k for k, tensor in enumerate(tensors) if id(tensor) in changed]
 
 
+def keep_whole(
+    calls: KeptCalls,
+    fake_mode: FakeTensorMode,
+    name: str,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    written: Sequence[int] = (),
+) -> list[torch.Tensor]:
+    """Record a call of a function that returns new tensors, on whatever structure of tensors and constants.
+
+    Args:
+        written: positions among the tensors of those that the function changes.
+
+    Returns:
+        The function's results, then what became of the tensors that it changes; none has a history.
+
+    Raises:
+        Unsupported: an argument is a number that differs between calls, or the function returns more than tensors.
+    """
+    values, structure = pytree.tree_flatten((args, kwargs))
+    if any(isinstance(value, (torch.SymFloat, torch.SymBool)) for value in values):
+        raise Unsupported("number-in-kept-call", f"{name} takes a number that differs between calls")
+    places = [place for place, value in enumerate(values) if isinstance(value, torch.Tensor)]
+    counts = [place for place, value in enumerate(values) if isinstance(value, torch.SymInt)]
+    tensors: list[torch.Tensor] = [values[place] for place in places]
+    constants = [None if isinstance(value, (torch.Tensor, torch.SymInt)) else value for value in values]
+
+    def filled(tensors: Sequence[torch.Tensor], numbers: Sequence[Any]) -> list[torch.Tensor]:
+        passed = [tensor.clone() if k in written else tensor for k, tensor in enumerate(tensors)]
+        given = list(constants)
+        for place, value in zip((*places, *counts), (*passed, *numbers), strict=True):
+            given[place] = value
+        positional, named = pytree.tree_unflatten(given, structure)
+        return [*_tensors(function(*positional, **named)), *(passed[k] for k in written)]
+
+    def run(*given: torch.Tensor) -> list[torch.Tensor]:
+        return filled(given[: len(places)], [int(count) for count in given[len(places) :]])
+
+    like = [TensorSpec.of(tensor) for tensor in tensors]
+    with outside_of_recording(), fake_mode:
+        examples = filled([spec.empty() for spec in like], [values[place] for place in counts])
+    tensors += [torch.full((), values[place], dtype=torch.int64, device="cpu") for place in counts]
+    return calls.call(KeptCall(name, run, [TensorSpec.of(example) for example in examples]), tensors)
+
+
+def drawing_by_state(
+    calls: KeptCalls, fake_mode: FakeTensorMode
+) -> Mapping[Any, Callable[..., tuple[torch.Tensor, ...]]]:
+    """What is run in the place of calls with a generator of the program's."""
+
+    def draw(*given: Any) -> tuple[torch.Tensor, ...]:
+        if isinstance(given[2], FakeTensor):
+            return with_generator(*given)
+        return tuple(keep_whole(calls, fake_mode, given[0], with_generator, given, {}))
+
+    return {with_generator: draw}
+
+
 def _tensors(results: Any) -> list[torch.Tensor]:
     found = [] if results is None else [results] if isinstance(results, torch.Tensor) else list(results)
     if not all(isinstance(result, torch.Tensor) for result in found):
         raise Unsupported(
-            "custom-operator-result", "a custom operator that changes tensors returns more than tensors"
+            "kept-call-result", "a function that is called as a whole returns more than tensors"
         )
     return found

@@ -9,6 +9,7 @@ the graph (``ir/data_checks``). If one fails the graph raises, and the call is m
 from __future__ import annotations
 
 import operator
+from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -33,11 +34,13 @@ class _Place:
 
 
 class DataSizes:
-    """Those of one graph under construction."""
+    """Those of one graph under construction; a body has those of the graph ``outer``, too."""
 
-    def __init__(self) -> None:
-        self._places: dict[sympy.Symbol, _Place] = {}
-        self._assertions = Assertions()
+    def __init__(self, outer: DataSizes | None = None) -> None:
+        self._places: ChainMap[sympy.Symbol, _Place] = (
+            ChainMap() if outer is None else outer._places.new_child()
+        )
+        self._assertions = Assertions() if outer is None else outer._assertions
 
     def note(self, node: fx.Node) -> None:
         """Take in the symbols of a result. The first that has one is that of the operation which made it."""
@@ -47,15 +50,16 @@ class DataSizes:
             for symbol, read, dim, number in symbols_read_off(part):
                 self._places.setdefault(symbol, _Place(node, index, read, dim, number))
 
-    def leaf(self, symbol: sympy.Symbol, make_node: MakeNode) -> fx.Node:
-        """The node of a symbol; ``make_node`` appends that of a number to the graph.
+    def leaf(self, symbol: sympy.Symbol, graph: fx.Graph, make_node: MakeNode) -> fx.Node:
+        """The node of a symbol; ``make_node`` appends that of a number to ``graph``.
 
         Raises:
-            NotImplementedError: no result of the graph says what it is.
+            NotImplementedError: no tensor that the graph makes or can be given says what it is.
         """
-        if symbol not in self._places:
+        place = self._places.get(symbol)
+        is_number = place is not None and (place.read == "number" or place.index is not None)
+        if place is None or (is_number and place.node.graph is not graph):
             raise NotImplementedError(f"no tensor has the size {symbol}")
-        place = self._places[symbol]
         node = place.node
         if place.index is not None:
             node = make_node(operator.getitem, (node, place.index), node.meta["example_value"][place.index])

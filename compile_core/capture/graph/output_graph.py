@@ -163,12 +163,12 @@ class OutputGraph:
         if found is None:
             at = self.sizes.symbols.get(symbol)
             if at is None:
-                found = self.data_sizes.leaf(symbol, self.number_operation)
+                found = self.data_sizes.leaf(symbol, self.graph, self.number_operation)
             elif at.read is None:
                 found = self.add_number_input(at.source, symbol)
             else:
                 tensor, method, dim = at.read
-                arguments = (self.own_node(self.node_of_source[tensor]), dim)
+                arguments = (self.node_of_source[tensor], dim)
                 found = self.number_operation(method, arguments, self.sizes.number(symbol))
             self._number_nodes[symbol] = found
         return found
@@ -181,7 +181,7 @@ class OutputGraph:
     ) -> fx.Node:
         """A node that computes a number; it goes if nothing uses it."""
         op = "call_method" if isinstance(target, str) else "call_function"
-        node = self.graph.create_node(op, target, operands, {})
+        node = self.graph.create_node(op, target, map_arg(operands, self.own_node), {})
         node.meta["example_value"] = example
         node.meta["is_pure"] = True
         return node
@@ -279,8 +279,11 @@ class OutputGraph:
                 "keep shapes and Python values independent of tensor data",
             ) from error
         except Exception as error:
-            symbolic = [node for node in _nodes_of((args, kwargs)) if _is_symbolic(node)]
-            if any(depends_on_data(_fake_of(node)) for node in symbolic):
+            given = _nodes_of((args, kwargs))
+            symbolic = [node for node in given if _is_symbolic(node)]
+            bodies = [_fake_of(node) for node in given if isinstance(_fake_of(node), fx.GraphModule)]
+            inside = [node for body in bodies for node in body.graph.nodes if node.op != "output"]
+            if any(depends_on_data(_fake_of(node)) for node in (*symbolic, *filter(_is_symbolic, inside))):
                 free_guards(error)
                 explanation = (
                     f"{_shown(target)} with a size that data decides: {type(error).__name__}: {error}"

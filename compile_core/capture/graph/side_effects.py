@@ -64,7 +64,8 @@ class SideEffects:
 
     def moved_on(self, value: Value) -> None:
         self._check_own(value)
-        self.moved[id(value)] = value
+        if value.source is not None:
+            self.moved[id(value)] = value
 
     def class_changed(self, cls: type, name: str, value: Value) -> None:
         self._check_own(None)

@@ -8,8 +8,6 @@ guards in the traced program, and are refused too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from gradsplit.compile_core.capture.higher_order_calls.bodies import BodyGraph, 
 from gradsplit.compile_core.capture.object_model.class_entries import find_class_entry
 from gradsplit.compile_core.capture.object_model.classes import ClassValue
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue
-from gradsplit.compile_core.capture.torch_rules.modes import set_grad_mode
+from gradsplit.compile_core.capture.torch_rules.modes import grad_mode
 from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, Value
 from gradsplit.compile_core.capture.values.call_rules import call_rule
 from gradsplit.compile_core.capture.values.constants import BuiltinMethod, ConstantValue
@@ -62,7 +60,7 @@ def _check_harmless(state: CaptureState, cls: ClassValue, args: list[Value]) -> 
         context = FunctionContext(
             tuple(isinstance(value, TensorValue) and value.fake.requires_grad for value in args)
         )
-        with _without_gradients(state):
+        with grad_mode(state, False):
             results = _run_forward(state, cls, context, args)
         for value in (*args, *results):
             without_attributes(state, _tensors(value))
@@ -70,7 +68,7 @@ def _check_harmless(state: CaptureState, cls: ClassValue, args: list[Value]) -> 
             if find_class_entry(state, cls.real, "backward")[0] is _BASE:
                 raise state.unsupported("autograd-function", f"{cls.real.__qualname__} has no backward")
             gradients = [_gradient(graph, value) for value in results]
-            with _without_gradients(state):
+            with grad_mode(state, False):
                 cls.get_attribute(state, "backward").call(state, [context, *gradients], {})
         if any(placeholder not in given for placeholder in graph.lifted.values()):
             raise state.unsupported(
@@ -78,16 +76,6 @@ def _check_harmless(state: CaptureState, cls: ClassValue, args: list[Value]) -> 
                 f"{cls.real.__qualname__} reads a tensor that is not among its arguments",
                 "pass the tensor to apply",
             )
-
-
-@contextmanager
-def _without_gradients(state: CaptureState) -> Iterator[None]:
-    before = torch.is_grad_enabled()
-    set_grad_mode(state, False)
-    try:
-        yield
-    finally:
-        set_grad_mode(state, before)
 
 
 def _tensors(value: Value) -> list[TensorValue]:

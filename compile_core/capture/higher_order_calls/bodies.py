@@ -17,6 +17,7 @@ import sympy
 import torch
 from torch import fx
 
+from gradsplit.compile_core.capture.graph.data_sizes import DataSizes
 from gradsplit.compile_core.capture.graph.output_graph import OutputGraph
 from gradsplit.compile_core.capture.object_model.partials import PartialValue
 from gradsplit.compile_core.capture.open_numbers.symbolic_sizes import TensorSizes
@@ -38,6 +39,7 @@ class BodyGraph(OutputGraph):
         super().__init__(outer.sizes)
         self.outer = outer
         self.node_of_source = outer.node_of_source
+        self.data_sizes = DataSizes(outer.data_sizes)
         self.lifted: dict[fx.Node, fx.Node] = {}
 
     def add_input(

@@ -11,7 +11,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from gradsplit.compile_core.capture.higher_order_calls.bodies import BodyGraph, body_argument, body_graph
-from gradsplit.compile_core.capture.torch_rules.modes import set_grad_mode
+from gradsplit.compile_core.capture.torch_rules.modes import grad_mode
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.constants import is_none
 from gradsplit.compile_core.capture.values.tensors import TensorValue, method_rule
@@ -33,15 +33,11 @@ def _register_hook(state: CaptureState, tensor: TensorValue, hook: Value) -> Val
     own = tensor.source is None and tensor.node.graph is state.graph.graph and not fake.is_leaf
     if not own or isinstance(state.graph, BodyGraph) or torch.is_autocast_enabled(fake.device.type):
         return None
-    before = torch.is_grad_enabled()
     with body_graph(state) as graph:
         with graph.fake_mode, torch.no_grad():
             gradient = body_argument(state, graph, tensor, torch.empty_like(fake))
-        set_grad_mode(state, False)
-        try:
+        with grad_mode(state, False):
             result = hook.call(state, [gradient], {})
-        finally:
-            set_grad_mode(state, before)
         if gradient.fake._version:
             raise state.unsupported("gradient-hook", "a hook that changes the gradient in place")
         if is_none(result):

@@ -12,7 +12,6 @@ import torch
 from torch.fx import Node
 
 from gradsplit.compile_core import config
-from gradsplit.compile_core.capture.guards.source_writer import SourceWriter
 from gradsplit.compile_core.capture.numpy_arrays import numpy_calls
 from gradsplit.compile_core.capture.numpy_arrays.dtypes import (
     adjusted,
@@ -152,10 +151,11 @@ class ArrayValue(Value):
     def set_item(self, state: CaptureState, key: Value, value: Value) -> None:
         call_numpy(state, "operator.setitem", [self, key, value], {})
 
-    def rebuild(self, writer: SourceWriter, tensor: str) -> str:
-        """The array in the runner; ``tensor`` is the name of its tensor there."""
+    def rebuild(self, writer: Any) -> str:
         element = "[()]" if self.is_scalar else ""
-        return writer.bind(f"{writer.constant(numpy_calls.array_of_tensor)}({tensor}){element}")
+        array = f"{writer.constant(numpy_calls.array_of_tensor)}({writer.emit(self.tensor)})"
+        name: str = writer.bind(array + element)
+        return name
 
 
 def wrap_array(state: CaptureState, real: Any, source: Source | None) -> ArrayValue:

@@ -163,6 +163,8 @@ class CallableReferenceValue(ReferenceValue):
             return BuiltinMethod(self, name)
         if isinstance(self.real, OpOverloadPacket) and name in self.real.overloads():
             return state.wrap(getattr(self.real, name), None)
+        if isinstance(self.real, types.BuiltinFunctionType) and not hasattr(self.real, name):
+            raise state.no_attribute(type(self.real), name)
         return super().get_attribute(state, name)
 
     def call_method(

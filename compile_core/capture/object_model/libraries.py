@@ -55,6 +55,8 @@ def is_library_state(module_name: str, name: str, value: Any) -> bool:
     Such data is guarded like the program's own; see Note [Trusted libraries] for all the rest.
     """
     root = module_name.split(".", 1)[0]
+    if name.startswith("_global_optimizer_"):
+        return True  # the hooks of all steps
     if root == "torch" or root in _CONSTANT_MODULES or isinstance(value, _CODE_TYPES):
         return False
     if name.startswith("_") or type(value).__module__ in ("typing", "functools"):

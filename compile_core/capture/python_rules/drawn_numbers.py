@@ -17,8 +17,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import FloatInput
+from gradsplit.compile_core.capture.python_rules.drawn_tensors import (
+    DefaultGenerator,
+    TensorGenerator,
+    is_of_torch,
+)
 from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, Value, constants_of
 from gradsplit.compile_core.capture.values.constants import BuiltinMethod, is_literal
 from gradsplit.compile_core.capture.values.references import ReferenceValue
@@ -150,6 +156,12 @@ def _decide(state: CaptureState, drawn: Source) -> None:
 
 def wrap_generator(state: CaptureState, real: Any, source: Source | None) -> Value | None:
     """The value of an existing generator, or of a method of one, as ``random.random`` is; None for other objects."""
+    if type(real) is torch.Generator:
+        if not is_of_torch(real):
+            return TensorGenerator(state, real, source or state.reference_source("generator", real))
+        if source is not None:
+            state.guards.is_object(source, real)
+        return DefaultGenerator(real, source) if real is torch.default_generator else None
     if type(real) in _GENERATORS:
         return NumberGenerator(state, real, source)
     if type(real) not in (types.MethodType, types.BuiltinFunctionType):

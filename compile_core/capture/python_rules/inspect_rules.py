@@ -12,7 +12,6 @@ from gradsplit.compile_core.capture.object_model.existing_objects import Callabl
 from gradsplit.compile_core.capture.object_model.functions import BoundMethodValue, FunctionValue
 from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, Value
 from gradsplit.compile_core.capture.values.call_rules import answer_to, call_rule
-from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.mappings import DictValue, ReadOnlyView
 
 
@@ -63,8 +62,3 @@ def _type_hints(state: CaptureState, value: Value) -> Any:
     if not isinstance(value, (ClassValue, FunctionValue)) or value.real is None:
         raise state.unsupported("type-hints", f"the type hints of {value.describe()}")
     return state.from_constant(typing.get_type_hints(value.real))
-
-
-@call_rule(inspect.isfunction)
-def _isfunction(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    return ConstantValue(args[0].python_type() is types.FunctionType)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.call_rules import answer_to, call_rule
@@ -31,6 +32,11 @@ def _push(state: CaptureState, mode: Value) -> Any:
         )
     state.function_modes.append((mode, _index_by_tensors))
     return ConstantValue(None)
+
+
+@answer_to(TorchDispatchMode.__enter__)
+def _enter_dispatch_mode(state: CaptureState, mode: Value) -> Any:
+    raise state.unsupported("torch-dispatch-mode", f"{mode.describe()}, which sees every operator that runs")
 
 
 @call_rule(pop_function_mode)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from gradsplit.compile_core.capture.torch_rules.modes import set_grad_mode
+from gradsplit.compile_core.capture.torch_rules.modes import grad_mode
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.constants import ConstantValue, is_none
 from gradsplit.compile_core.capture.values.tensors import (
@@ -111,12 +111,10 @@ def _store_data(state: CaptureState, tensor: TensorValue, value: Value) -> None:
     )
     if not alike or not own.is_contiguous() or saved or not _is_leaf(state, tensor).truth(state):
         raise state.unsupported("data-store", f"other data of {tensor.describe()}, or after it was used")
-    before = torch.is_grad_enabled()
-    set_grad_mode(state, True)
-    copy = state.call_tensor_op("call_method", "clone", [tensor], {})
-    data = state.call_tensor_op("call_function", getattr, [copy, ConstantValue("data")], {})
-    data.call_method(state, "copy_", [value.call_method(state, "detach", [], {})], {})
-    set_grad_mode(state, before)
+    with grad_mode(state, True):
+        copy = state.call_tensor_op("call_method", "clone", [tensor], {})
+        data = state.call_tensor_op("call_function", getattr, [copy, ConstantValue("data")], {})
+        data.call_method(state, "copy_", [value.call_method(state, "detach", [], {})], {})
     assert isinstance(copy, TensorValue)
     note_view_copy(state, copy.node, [value.node], f"the data stored in {tensor.describe()}")
     del state.tensor_of_fake[id(copy.fake)]

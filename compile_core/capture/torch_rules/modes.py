@@ -1,22 +1,20 @@
-"""Modes of torch that a function may switch: gradients and autocast. Each switch is a node of the graph."""
+"""Modes of torch that a function may switch: gradients, autocast, the default device. Most are nodes of the graph."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import types
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.amp.autocast_mode import autocast_decorator
 from torch.fx.traceback import annotate
 
 from gradsplit.compile_core.capture.guards.source_writer import SourceWriter
-from gradsplit.compile_core.capture.object_model.existing_objects import CallableReferenceValue
-from gradsplit.compile_core.capture.object_model.functions import BoundMethodValue, FunctionValue
 from gradsplit.compile_core.capture.torch_rules.global_state import autocast_state
-from gradsplit.compile_core.capture.values.base import CaptureState, SymbolicRaise, Value, constants_of
+from gradsplit.compile_core.capture.values.base import CaptureState, Value, constants_of
 from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, answer_to, call_rule
-from gradsplit.compile_core.capture.values.constants import BuiltinMethod, ConstantValue, fold
+from gradsplit.compile_core.capture.values.constants import DEVICE_CONTEXT, BuiltinMethod, ConstantValue, fold
 from gradsplit.compile_core.torch_facts.thread_state import enter_autocast, exit_autocast, set_grad_enabled
 from gradsplit.compile_core.torch_facts.torch_switches import SWITCHES
 
@@ -44,133 +42,56 @@ class ModeValue(Value):
 
     def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         """As a decorator: a function whose calls run under the mode."""
-        (function,) = args
-        if kwargs or not isinstance(function, (FunctionValue, BoundMethodValue, CallableReferenceValue)):
-            raise state.unsupported(
-                "mode-as-decorator", f"{self.describe()} that decorates {function.describe()}"
-            )
-        return DecoratedFunction(self, function)
+        return state.wrap(autocast_decorator, None).call(state, [self, *args], kwargs)
 
     def enter(self, state: CaptureState) -> None:
         raise NotImplementedError
 
     def leave(self, state: CaptureState) -> None:
         raise NotImplementedError
-
-    def rebuild(self, writer: SourceWriter) -> str:
-        """The name of a real context manager in the same state, made by lines of the writer."""
-        raise NotImplementedError
-
-
-class DecoratedFunction(Value):
-    """A function that runs under a mode."""
-
-    cls = types.FunctionType
-
-    def __init__(self, mode: ModeValue, function: Value) -> None:
-        self.mode = mode
-        self.function = function
-
-    def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        mode = copy.copy(self.mode)
-        mode.enter(state)
-        try:
-            result = self.function.call(state, args, kwargs)
-        except SymbolicRaise:
-            mode.leave(state)
-            raise
-        mode.leave(state)
-        return result
-
-
-class GradMode(ModeValue):
-    """``torch.no_grad``, ``torch.enable_grad`` and ``torch.set_grad_enabled`` as context managers."""
-
-    def __init__(self, cls: type, enabled: bool, before: bool | None = None) -> None:
-        self.cls = cls
-        self.enabled = enabled
-        self.before = before
-
-    def enter(self, state: CaptureState) -> None:
-        if self.before is None or self.cls is not torch.set_grad_enabled:
-            self.before = torch.is_grad_enabled()
-        set_grad_mode(state, self.enabled)
-
-    def leave(self, state: CaptureState) -> None:
-        assert self.before is not None
-        set_grad_mode(state, self.before)
-
-    def rebuild(self, writer: SourceWriter) -> str:
-        name = writer.bind(f"{writer.constant(object.__new__)}({writer.constant(self.cls)})")
-        if self.cls is torch.set_grad_enabled:
-            writer.lines.append(f"{name}.mode = {self.enabled}")
-        writer.lines.append(f"{name}.prev = {bool(self.before)}")
-        return name
 
 
 def set_grad_mode(state: CaptureState, enabled: bool) -> None:
     state.call_state_op(set_grad_enabled, (enabled,))
 
 
-def _grad_mode_rule(cls: type, enabled: bool) -> CallRule:
-    def make(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        made = GradMode(cls, enabled)
-        # Called with a function, as a decorator is, the class decorates it.
-        return made.call(state, args, kwargs) if args or kwargs else made
-
-    return make
-
-
-def _method_rule(name: str) -> CallRule:
-    """``torch.no_grad.__enter__(mode)``, as ``contextlib.ExitStack`` calls it, or for an autocast made before."""
-
-    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        mode, *rest = args
-        if mode.python_type() is torch.autocast and not isinstance(mode, ModeValue):
-            entered = [inner for inner in state.entered_modes if getattr(inner, "made_before", None) is mode]
-            if name == "__enter__" and entered:
-                raise state.unsupported("autocast", "an autocast object is entered that was not left yet")
-            if name == "__exit__" and not entered:
-                raise state.unsupported("autocast", "an autocast object is left that was entered before")
-            mode = _autocast_of(state, mode) if name == "__enter__" else entered[-1]
-        if mode.python_type() in _GRAD_MODES and not isinstance(mode, ModeValue) and name == "__exit__":
-            # It was entered for real, before the graph ended inside of it.
-            set_grad_mode(state, mode.get_attribute(state, "prev").truth(state))
-            return ConstantValue(None)
-        if not isinstance(mode, ModeValue):
-            raise TypeError(f"{name} of {mode.describe()}")
-        return mode.call_method(state, name, rest, kwargs)
-
-    return call
+@contextlib.contextmanager
+def grad_mode(state: CaptureState, enabled: bool) -> Iterator[None]:
+    """Inside, what the program does is done with gradients, or without."""
+    before = torch.is_grad_enabled()
+    set_grad_mode(state, enabled)
+    try:
+        yield
+    finally:
+        set_grad_mode(state, before)
 
 
-_GRAD_MODES = (torch.no_grad, torch.enable_grad, torch.set_grad_enabled)
-
-for _cls in (*_GRAD_MODES, torch.inference_mode, torch.autocast):
-    for _name in ("__enter__", "__exit__"):
-        CALL_RULES[getattr(_cls, _name)] = _method_rule(_name)
-
-CALL_RULES[torch.no_grad] = _grad_mode_rule(torch.no_grad, False)
-CALL_RULES[torch.enable_grad] = _grad_mode_rule(torch.enable_grad, True)
+@answer_to(torch.autocast.__enter__)
+def _enter_autocast(state: CaptureState, mode: Value) -> Any:
+    if not isinstance(mode, AutocastMode):
+        mode = _entered(state, mode) or _autocast_of(state, mode)
+    return mode.call_method(state, "__enter__", [], {})
 
 
-@answer_to(torch.set_grad_enabled)
-def _set_grad_enabled(state: CaptureState, mode: Value) -> Any:
-    made = GradMode(torch.set_grad_enabled, _flag(state, mode), torch.is_grad_enabled())
-    set_grad_mode(state, made.enabled)
-    return made
+@answer_to(torch.autocast.__exit__)
+def _leave_autocast(state: CaptureState, mode: Value, *exception: Value) -> Any:
+    found = mode if isinstance(mode, AutocastMode) else _entered(state, mode)
+    if found is None:
+        raise state.unsupported("autocast", "an autocast object is left that was entered before")
+    return found.call_method(state, "__exit__", [], {})
+
+
+def _entered(state: CaptureState, made_before: Value) -> Value | None:
+    """The mode that entering an autocast object began, which existed before the capture."""
+    return next((m for m in state.entered_modes if getattr(m, "made_before", None) is made_before), None)
 
 
 @answer_to(set_grad_enabled)
 def _raw_set_grad_enabled(state: CaptureState, mode: Value) -> Any:
-    set_grad_mode(state, _flag(state, mode))
+    if mode.python_type() is not bool:
+        raise state.unsupported("grad-mode", f"{mode.describe()} as a grad mode, which must be a bool")
+    set_grad_mode(state, mode.truth(state))
     return ConstantValue(None)
-
-
-def _flag(state: CaptureState, value: Value) -> bool:
-    if value.python_type() is not bool:
-        raise state.unsupported("grad-mode", f"{value.describe()} as a grad mode, which must be a bool")
-    return value.truth(state)
 
 
 def guard_autocast(state: CaptureState) -> None:
@@ -241,6 +162,8 @@ class AutocastMode(ModeValue):
         self.node: Any = None
 
     def enter(self, state: CaptureState) -> None:
+        if self in state.entered_modes:
+            raise state.unsupported("autocast", "an autocast object is entered that was not left yet")
         if None in self.arguments[1:]:
             guard_autocast(state)
         self.node = state.call_state_op(enter_autocast, self.arguments)
@@ -255,6 +178,45 @@ class AutocastMode(ModeValue):
             return writer.emit(self.made_before)  # type: ignore[attr-defined]
         arguments = ", ".join(writer.constant(argument) for argument in self.arguments)
         return writer.bind(f"{writer.constant(torch.autocast)}({arguments})")
+
+
+class DefaultDevice(ModeValue):
+    """What ``with torch.device(...)`` enters: the graph says the device of each tensor that is made."""
+
+    cls = torch.device
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def enter(self, state: CaptureState) -> None:
+        self._before = state.default_device
+        state.default_device = self._device
+        state.entered_modes.append(self)
+
+    def leave(self, state: CaptureState) -> None:
+        state.default_device = self._before
+        state.entered_modes.remove(self)
+
+    def rebuild(self, writer: SourceWriter) -> str:
+        return writer.constant(self._device)
+
+
+def _enter_device(state: CaptureState, device: torch.device) -> Value:
+    DefaultDevice(device).enter(state)
+    return ConstantValue(device)
+
+
+def _leave_device(state: CaptureState, device: torch.device) -> Value:
+    entered = [mode for mode in state.entered_modes if isinstance(mode, DefaultDevice)]
+    if not entered:
+        raise state.unsupported(
+            "default-device", f"{device} is left as the default device, which was so before"
+        )
+    entered[-1].leave(state)
+    return ConstantValue(None)
+
+
+DEVICE_CONTEXT.update({"__enter__": _enter_device, "__exit__": _leave_device})
 
 
 def _autocast_of(state: CaptureState, made_before: Value) -> AutocastMode:

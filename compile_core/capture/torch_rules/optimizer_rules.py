@@ -1,7 +1,7 @@
 """``torch.optim``: what its decorators mean, so that a step is captured as the loop over parameters that it is.
 
 The functions of ``torch.optim`` are wrapped for torch's own compiler and for its profiler. Here each wrapper is
-replaced by what it does to values: gradients are switched, the registered hooks run, the rest is called.
+replaced by what it does to values: gradients are switched, the rest is called.
 
 ``torch.compiler.is_compiling()`` is false inside of ``torch.optim``: there it selects other arithmetic (powers of
 a float32 step count instead of Python's floats), and a captured step must give what a plain one gives.
@@ -15,25 +15,19 @@ from typing import Any
 import torch
 import torch.optim.optimizer as library
 
-from gradsplit.compile_core.capture.torch_rules.modes import set_grad_mode
+from gradsplit.compile_core.capture.torch_rules.modes import grad_mode
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.call_rules import answer_to, decorator_rule
-from gradsplit.compile_core.capture.values.constants import ConstantValue, is_none
+from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue
-from gradsplit.compile_core.capture.values.mappings import DictValue, new_dict
+from gradsplit.compile_core.capture.values.mappings import new_dict
 from gradsplit.compile_core.torch_facts.bindings import disable_torch_compile, group_by_device_and_dtype
 from gradsplit.compile_core.torch_facts.optimizers import (
-    global_post_hooks,
-    global_pre_hooks,
     group_tensors,
     use_grad_for_differentiable,
 )
 
 _SCOPE = "torch.optim."
-_GLOBAL_HOOKS = {
-    "_optimizer_step_pre_hooks": global_pre_hooks,
-    "_optimizer_step_post_hooks": global_post_hooks,
-}
 
 
 def _wrapped(decorated: types.FunctionType, variable: str) -> types.FunctionType:
@@ -68,46 +62,11 @@ def _use_grad(decorated: types.FunctionType) -> Any:
 
     def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         defaults = args[0].get_attribute(state, "defaults")
-        before = torch.is_grad_enabled()
-        set_grad_mode(state, defaults.get_item(state, ConstantValue("differentiable")).truth(state))
-        try:
+        differentiable = defaults.get_item(state, ConstantValue("differentiable")).truth(state)
+        with grad_mode(state, differentiable):
             return state.wrap(function, None).call(state, args, kwargs)
-        finally:
-            set_grad_mode(state, before)
 
     return call
-
-
-@decorator_rule(library.Optimizer.profile_hook_step(lambda: None))
-def _profile_hook_step(decorated: types.FunctionType) -> Any:
-    """A step with its hooks: those before may replace the arguments."""
-    function = _wrapped(decorated, "func")
-
-    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        owner = args[0]
-        for hook in _step_hooks(state, owner, "_optimizer_step_pre_hooks", global_first=True):
-            given = new_dict([(ConstantValue(key), item) for key, item in kwargs.items()], state)
-            changed = hook.call(state, [owner, SequenceValue(list(args), tuple), given], {})
-            if not is_none(changed):
-                raise state.unsupported("optimizer-hook", "a hook that replaces the arguments of step()")
-        result = state.wrap(function, None).call(state, args, kwargs)
-        for hook in _step_hooks(state, owner, "_optimizer_step_post_hooks", global_first=False):
-            given = new_dict([(ConstantValue(key), item) for key, item in kwargs.items()], state)
-            hook.call(state, [owner, SequenceValue(list(args), tuple), given], {})
-        return result
-
-    return call
-
-
-def _step_hooks(state: CaptureState, owner: Value, name: str, *, global_first: bool) -> list[Value]:
-    table = _GLOBAL_HOOKS[name]
-    tables = [state.wrap(table, state.reference_source(name, table)), owner.get_attribute(state, name)]
-    found = []
-    for hooks in tables if global_first else reversed(tables):
-        assert isinstance(hooks, DictValue)
-        hooks.guard_keys(state)
-        found += [hooks.get(state, key) for key in list(hooks.entries)]
-    return found
 
 
 # Warns and raises about the recording of graphs of an accelerator, which a captured step has no part in.

@@ -9,19 +9,34 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradsplit.compile_core.capture.guards.source_writer import SourceWriter
 from gradsplit.compile_core.capture.torch_rules.modes import ModeValue
 from gradsplit.compile_core.capture.values.base import CaptureState, Value, constants_of
-from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, answers, call_rule
+from gradsplit.compile_core.capture.values.call_rules import (
+    CALL_RULES,
+    CallRule,
+    answer_to,
+    answers,
+)
 from gradsplit.compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.torch_facts.autograd_engine import (
+    allow_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    refuse_saved_tensors_hooks,
+)
 from gradsplit.compile_core.torch_facts.thread_state import (
+    InferenceModeGuard,
     enter_inference_mode,
     exit_inference_mode,
     set_grad_enabled,
 )
-from gradsplit.compile_core.torch_facts.torch_switches import SWITCHES, Switch
+from gradsplit.compile_core.torch_facts.torch_switches import (
+    SWITCHES,
+    Switch,
+    refuse_hooks_for,
+    saved_tensor_hooks_are_set,
+)
 
 
 def _guard(state: CaptureState, switch: Switch) -> None:
@@ -83,81 +98,52 @@ answers(
     }
 )
 
-_ATTENTION_KERNELS = {
-    "_set_sdp_use_flash": SDPBackend.FLASH_ATTENTION,
-    "_set_sdp_use_mem_efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "_set_sdp_use_math": SDPBackend.MATH,
-    "_set_sdp_use_cudnn": SDPBackend.CUDNN_ATTENTION,
-    "_set_sdp_use_overrideable": SDPBackend.OVERRIDEABLE,
-}
+
+def _refuse_hooks(state: CaptureState, reason: Any) -> Any:
+    are_set = saved_tensor_hooks_are_set()
+    state.guards.add([], "{c0}() is {c1}", [saved_tensor_hooks_are_set, are_set], "hooks of saved tensors")
+    if are_set and reason is not None:
+        raise state.raise_exception(RuntimeError, reason)
+    (switch,) = (switch for switch in SWITCHES if switch.set is refuse_hooks_for)
+    turn(state, switch, None if reason is None else reason.as_constant())
 
 
-class AttentionKernels(ModeValue):
-    """``torch.nn.attention.sdpa_kernel``."""
-
-    cls = object
-
-    def __init__(self, allowed: list[Any]) -> None:
-        self.allowed = allowed
-        self.before: list[tuple[Switch, tuple[Any, ...]]] = []
-
-    def enter(self, state: CaptureState) -> None:
-        for switch in SWITCHES:
-            kernel = _ATTENTION_KERNELS.get(switch.set.__name__)
-            if kernel is not None:
-                self.before.append((switch, switch.read()))
-                turn(state, switch, kernel in self.allowed)
-
-    def leave(self, state: CaptureState) -> None:
-        for switch, values in self.before:
-            turn(state, switch, *values)
+@answer_to(push_saved_tensors_hooks)
+def _push_hooks(state: CaptureState, pack: Value, unpack: Value) -> Any:
+    """Outside of the graph, so that what runs under the hooks is a graph whose saved tensors they get."""
+    explanation = "hooks for what autograd saves begin; what runs under them is a graph of its own"
+    raise state.unsupported("saved-tensors-hooks", explanation, "set them around the compiled function")
 
 
-@call_rule(sdpa_kernel)
-def _sdpa_kernel(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    (backends,) = args
-    if kwargs:
-        raise state.unsupported("attention-kernels", "sdpa_kernel with an order of priority")
-    is_one = isinstance(getattr(backends, "real", None), SDPBackend)
-    given = [backends] if is_one else state.items_of(backends)
-    allowed = [getattr(value, "real", None) for value in given]
-    if not all(isinstance(kernel, SDPBackend) for kernel in allowed):
-        raise state.unsupported("attention-kernels", "sdpa_kernel with something else than kernels")
-    return AttentionKernels(allowed)
+answer_to(refuse_saved_tensors_hooks)(_refuse_hooks)
+answer_to(allow_saved_tensors_hooks)(lambda state: _refuse_hooks(state, None))
 
 
 class InferenceMode(ModeValue):
-    """``torch.inference_mode()``: the capture only turns gradients off, the graph enters the mode itself."""
+    """What ``torch.inference_mode()`` enters: the capture only turns gradients off, the graph enters it itself."""
 
-    cls = torch.inference_mode
-
-    def __init__(self) -> None:
-        self.node: Any = None
-        self.before = (False, False)
+    cls = InferenceModeGuard
 
     def enter(self, state: CaptureState) -> None:
-        self.before = torch.is_grad_enabled(), state.inference_mode
+        self._before = torch.is_grad_enabled(), state.inference_mode
         set_grad_enabled(False)
         state.inference_mode = True
         state.turned.add(enter_inference_mode)
-        self.node = state.add_scalar_node("call_function", enter_inference_mode, (True,), None)
+        self._node = state.add_scalar_node("call_function", enter_inference_mode, (True,), None)
         state.entered_modes.append(self)
 
     def leave(self, state: CaptureState) -> None:
         state.entered_modes.remove(self)
-        grad_enabled, state.inference_mode = self.before
+        grad_enabled, state.inference_mode = self._before
         set_grad_enabled(grad_enabled)
-        state.add_scalar_node("call_function", exit_inference_mode, (self.node,), None)
+        state.add_scalar_node("call_function", exit_inference_mode, (self._node,), None)
 
     def rebuild(self, writer: SourceWriter) -> str:
-        return writer.bind(f"{writer.constant(torch.inference_mode)}()")
+        return writer.bind(f"{writer.constant(InferenceModeGuard)}(True)")
 
 
-@call_rule(torch.inference_mode)
-def _inference_mode(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    given = [*args, *kwargs.values()]
-    if len(given) == 1 and not isinstance(given[0], ConstantValue):
-        return InferenceMode().call(state, given, {})
-    if given and constants_of(given) != [True]:
+@answer_to(InferenceModeGuard)
+def _inference_mode(state: CaptureState, enabled: Value) -> Any:
+    if not enabled.as_constant():
         raise state.unsupported("inference-mode", "inference mode turned off")
     return InferenceMode()

@@ -161,6 +161,9 @@ class Value:
         """The statement by which a runner makes an existing object go on as the call did; ``writer`` writes it."""
         raise NotImplementedError
 
+    def rebuild(self, writer: Any) -> str | None:
+        """The name of such an object in a runner, made by lines of ``writer``; None where there is no rule for it."""
+
     def graph_argument(self, state: CaptureState) -> Any:
         """The argument of a graph node that stands for the object."""
         raise state.unsupported(

@@ -8,10 +8,12 @@ import enum
 import fractions
 import re
 import types
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.attention
 
 from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, Value, constants_of
 
@@ -32,6 +34,7 @@ LITERAL_TYPES = (
     torch.memory_format,
     torch.finfo,
     torch.iinfo,
+    torch.nn.attention.SDPBackend,
     # The default of counts and flags in the functions of ``re``, from 3.13 on.
     type(getattr(re, "_zero_sentinel", 0)),
 )
@@ -49,6 +52,9 @@ FOLDED_TYPES = (
     datetime.timedelta,
     datetime.timezone,
 )
+
+# What a device does as a context manager, filled in by the rules for modes.
+DEVICE_CONTEXT: dict[str, Callable[[CaptureState, torch.device], Value]] = {}
 
 
 def is_literal(real: object) -> bool:
@@ -111,6 +117,8 @@ class ConstantValue(Value):
             raise state.raise_exception(
                 AttributeError, f"{type(self.value).__name__!r} object has no {name!r}"
             )
+        if isinstance(self.value, torch.device) and name in DEVICE_CONTEXT:
+            return DEVICE_CONTEXT[name](state, self.value)
         if name == "join" and len(args) == 1:
             return fold(state, lambda *items: method(items), state.items_of(args[0]), kwargs)
         if name == "format" and isinstance(self.value, str):

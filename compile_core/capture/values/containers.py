@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable
@@ -280,19 +281,13 @@ def sorted_values(
     if key is not None and not is_none(key):
         keyed = [key.call(state, [item], {}) for item in items]
     backwards = reverse is not None and reverse.truth(state)
-    order = sorted(range(len(items)), key=lambda index: SortKey(state, keyed[index]), reverse=backwards)
+    order = list(range(len(items)))
+
+    def by_less(one: int, other: int) -> int:
+        return -int(state.less(keyed[one], keyed[other]))  # the sort asks for nothing but ``<``
+
+    order.sort(key=functools.cmp_to_key(by_less), reverse=backwards)
     return [items[index] for index in order]
-
-
-class SortKey:
-    """Compares as the captured program does; Python's sort asks for nothing but ``<``."""
-
-    def __init__(self, state: CaptureState, value: Value) -> None:
-        self.state = state
-        self.value = value
-
-    def __lt__(self, other: SortKey) -> bool:
-        return self.state.less(self.value, other.value)
 
 
 def sequence_fields(cls: type) -> tuple[str, ...]:
