@@ -20,6 +20,7 @@ from gradsplit.compile_core.ir.captured import is_symbolic_number
 from gradsplit.compile_core.many_sizes.graph_of_many_sizes import GraphOfManySizes
 from gradsplit.compile_core.options import CompileOptions, parse_options
 from gradsplit.compile_core.pipeline import CompiledGraph, compile_module
+from gradsplit.compile_core.torch_facts.apart_from_torch_compile import outside_of_its_compilation
 from gradsplit.compile_core.torch_facts.fake_tensors import fakes_like
 from gradsplit.compile_core.torch_facts.symbolic_numbers import value_at_compilation
 
@@ -65,7 +66,8 @@ def compile_any_graph(
         logger.warning("a graph runs with torch's own kernels: %s", against)
         return gm
     inputs = fakes_like(examples, value_at_compilation)
-    compiled = compile_module(gm, fakes_like(examples), inputs, backend=backend, options=options)
+    with outside_of_its_compilation():
+        compiled = compile_module(gm, fakes_like(examples), inputs, backend=backend, options=options)
     if not isinstance(compiled, (CompiledGraph, GraphOfManySizes)):
         return compiled
     changed = [mutation.input for mutation in compiled.partitioned.signature.mutated]

@@ -66,7 +66,7 @@ def _start_profile(watched: StepWatch) -> None:
     global _profiler, _was_profiled
     if not _was_profiled and not profiler_is_on():
         _was_profiled = True
-        profiler = torch.profiler.profile()
+        profiler = torch.profiler.profile(acc_events=True)  # torch 2.11 warns without
         profiler.__enter__()
         _profiler = profiler, watched
 

@@ -9,6 +9,7 @@ a call of one into a graph of its own, the graph ends there.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 from gradsplit.compile_core.torch_facts.private_parts import private
@@ -26,6 +27,12 @@ _frames = private(
     "torch.compile around compiled functions of gradsplit looks into gradsplit itself",
     False,
 )
+_tracing = private(
+    "torch._guards:tracing",
+    "torch.cond in graphs of torch.compile",
+    "they may run with torch's own kernels",
+    lambda context: nullcontext(context),
+)
 _LEFT_ALONE = _frames and _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
 
 
@@ -37,3 +44,9 @@ def apart_from_torch_compile(function: _Function) -> _Function:
     if _frames:
         _frames.set_code_exec_strategy(function.__code__, _LEFT_ALONE)  # type: ignore[attr-defined]
     return function
+
+
+def outside_of_its_compilation() -> AbstractContextManager[Any]:
+    """Inside, torch takes the fake mode of the tensors that it is given, not that of a compilation of torch's front end
+    that is under way. Operators that take functions ask for it where they trace these."""
+    return _tracing(None)

@@ -54,34 +54,49 @@ def kernels_of_sizes(fake_mode: FakeTensorMode) -> Iterator[None]:
     if fake_mode.shape_env is None:
         yield
         return
-    with enable_python_dispatcher(), _without_inexact_forms():
+    with enable_python_dispatcher(), _corrected_forms():
         yield
 
 
-# Of these the forms in Python, above autograd, have other values and gradients at NaN and infinity than the kernels,
-# which do not mind symbols.
-_INEXACT_FORMS: Sequence[Any] = (
-    aten.hardshrink.default,
-    aten.softshrink.default,
-    aten.multi_margin_loss.default,
-    aten.multilabel_margin_loss_forward.default,
-)
+def _with_states_as_given(form: Callable[..., Any]) -> Callable[..., Any]:
+    """Torch 2.11's last states of an LSTM have another dim of size 1 before the batch, where there are several rows."""
+
+    def run(sequence: Tensor, states: Any, *settings: Any) -> Any:
+        output, *last = form(sequence, states, *settings)
+        pairs = zip(last, states, strict=True)
+        return output, *(state if state.dim() == given.dim() else state.squeeze(1) for state, given in pairs)
+
+    return run
+
+
+_AUTOGRAD, _COMPOSITE = torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd
+# What takes the place of a form in Python, by operator and key. None: the kernel, which does not mind symbols; the
+# forms of those, above autograd, have other values and gradients at NaN and infinity.
+_FORMS_INSTEAD: Mapping[tuple[Any, Any], Callable[..., Any] | None] = {
+    (aten.hardshrink.default, _AUTOGRAD): None,
+    (aten.softshrink.default, _AUTOGRAD): None,
+    (aten.multi_margin_loss.default, _AUTOGRAD): None,
+    (aten.multilabel_margin_loss_forward.default, _AUTOGRAD): None,
+    (aten.lstm.input, _AUTOGRAD): _with_states_as_given,
+    (aten.lstm.input, _COMPOSITE): _with_states_as_given,
+}
 _forms_lock = threading.Lock()
 _forms_users = 0
-_forms_left_out: dict[Any, Any] = {}
+_forms_replaced: dict[tuple[Any, Any], Any] = {}
 
 
 @contextmanager
-def _without_inexact_forms() -> Iterator[None]:
-    """Inside, in all threads, kernels of C++ differentiate these operators."""
+def _corrected_forms() -> Iterator[None]:
+    """Inside, in all threads, these operators give what their kernels give."""
     global _forms_users
-    key = torch._C.DispatchKey.Autograd
     with _forms_lock:
         _forms_users += 1
         if _forms_users == 1:
-            for operator in _INEXACT_FORMS:
+            for (operator, key), correct in _FORMS_INSTEAD.items():
                 if key in operator.py_kernels:
-                    _forms_left_out[operator] = operator.py_kernels.pop(key)
+                    form = _forms_replaced[operator, key] = operator.py_kernels.pop(key)
+                    if correct is not None:
+                        operator.py_kernels[key] = correct(form)
                     operator._dispatch_cache.clear()
     try:
         yield
@@ -89,10 +104,10 @@ def _without_inexact_forms() -> Iterator[None]:
         with _forms_lock:
             _forms_users -= 1
             if not _forms_users:
-                for operator, form in _forms_left_out.items():
+                for (operator, key), form in _forms_replaced.items():
                     operator.py_kernels[key] = form
                     operator._dispatch_cache.clear()
-                _forms_left_out.clear()
+                _forms_replaced.clear()
 
 
 def with_kernels_results(function: Any) -> Any:

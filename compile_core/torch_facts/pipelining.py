@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+
 from gradsplit.compile_core.torch_facts.private_parts import private
 
 _MODULE = "torch.distributed.pipelining.schedules"
@@ -22,3 +25,14 @@ def prepare_schedule(runtime: Any, rows: Mapping[int, Sequence[Any]]) -> None:
     """Gives a runtime the computations of each rank; it adds the messages."""
     runtime.pipeline_order = dict(rows)
     runtime._prepare_schedule_with_comms(runtime.pipeline_order)
+
+
+class StageOfRanks(PipelineStage):
+    """Torch's stage, but that ranks send nothing to themselves.
+
+    Schedules of torch 2.11 begin with a message from each stage to the next, and back; gloo has no connection of a rank
+    to itself, so no schedule in a V would begin. What goes from one stage of a rank to another is no message later on.
+    """
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]

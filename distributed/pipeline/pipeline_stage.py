@@ -16,13 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
-from torch.distributed.pipelining import PipelineStage
 
 from gradsplit.compile_core.export.exported import Exported
 from gradsplit.compile_core.export.structures import build
 from gradsplit.compile_core.interface.module_compilers import CompileRequest
 from gradsplit.compile_core.torch_facts.autograd_engine import backward_from
-from gradsplit.compile_core.torch_facts.pipelining import start_messages
+from gradsplit.compile_core.torch_facts.pipelining import StageOfRanks, start_messages
 from gradsplit.distributed.pipeline.call_arguments import read_call
 from gradsplit.distributed.pipeline.layout import Edge, PipelineLayout
 from gradsplit.distributed.pipeline.mail import BACKWARD, FORWARD, Lane, Message
@@ -39,7 +38,7 @@ class _Forward:
     results: Sequence[torch.Tensor]
 
 
-class CompiledStage(PipelineStage):
+class CompiledStage(StageOfRanks):
     """A stage for torch's schedules; see ``load_stage``.
 
     Attributes:

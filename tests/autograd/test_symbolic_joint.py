@@ -213,3 +213,34 @@ def test_branches_that_data_decide(backend: str) -> None:
                 torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-12)
     assert stages(watch)[1] == 1
     assert hasattr(compiled.entries[0].compiled, "partitioned")
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (nn.LSTM, {}),
+        (nn.LSTM, {"proj_size": 3, "bidirectional": True}),
+        (nn.GRU, {"num_layers": 2}),
+        (nn.RNN, {"bias": False}),
+    ],
+    ids=["lstm", "lstm_projected", "gru", "rnn"],
+)
+def test_last_states_of_recurrent_networks_have_the_shapes_of_the_first(kind: Any, settings: Any) -> None:
+    network = kind(4, 5, **settings).double()
+
+    def function(x: torch.Tensor) -> Any:
+        states = network(x)[1]
+        return [state * state.dim() for state in (states if isinstance(states, tuple) else (states,))]
+
+    watch = Stopwatch()
+    compiled = gradsplit.compile(function, backend="aot_eager", dynamic=True, fullgraph=True)
+    for rows in (3, 4):
+        x = torch.randn(2, rows, 4, dtype=torch.float64, requires_grad=True)
+        found, expected = compiled(x), function(x)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        wanted = [x, *network.parameters()]
+        gradients = [
+            torch.autograd.grad(sum(s.square().sum() for s in some), wanted) for some in (found, expected)
+        ]
+        torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+    assert stages(watch)[0] == 1

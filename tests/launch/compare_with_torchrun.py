@@ -132,7 +132,7 @@ ERROR = "exited with code 1;"
 CASES |= {
     "unknown option": Case(("--bogus",), code=2),
     "bad count": Case(("--nnodes=none",), code=2),
-    "no GPU": Case(("--nproc-per-node=gpu",), code=2),
+    "no GPU": Case(("--nproc-per-node=gpu",), code=2, variables={"CUDA_VISIBLE_DEVICES": ""}),
     "no GPU to be near": Case(("--numa-binding=node",), code=2),
     "no script": Case(entry=("missing.py",), code=2),
     "no module": Case(("-m",), entry=("missing",), code=2),

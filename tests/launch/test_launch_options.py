@@ -107,6 +107,7 @@ def test_tasks_of_srun_without_mpi_find_each_other(tmp_path):
     (tmp_path / "job.py").write_text(PROBE + FAILS_ONCE)
     step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2"}
     step |= {"SLURM_STEP_NUM_TASKS": "3", "SLURM_NTASKS": "3", "SLURM_STEP_NODELIST": "127.0.0.[1-2]"}
+    step["CUDA_VISIBLE_DEVICES"] = ""  # else who shares a GPU of this machine, or has none, is told
     paths = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     tasks = []
     for rank, node in (2, 1), (1, 0), (0, 0):

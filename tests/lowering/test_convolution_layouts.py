@@ -92,7 +92,7 @@ def test_the_gradient_of_a_bias_is_a_sum(dtype, mask, transposed):
     rest = ([1, 1], [1, 1], [1, 1], transposed, [0, 0], 1)
     gradient = torch.randn(2, 4, 9, 8).to(dtype)
     expected = aten.convolution_backward(gradient, x, weight, [4], *rest, mask)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         found = convolution_backward(gradient, x, weight, [4], *rest, mask)
     calls = sum(event.name == "aten::convolution_backward" for event in profile.events())
     assert calls == (found is not NotImplemented and any(mask[:2]))

@@ -20,7 +20,7 @@ def test_a_profiler_sees_kernels_by_what_they_compute_and_the_operators_called_i
     compiled = gradsplit.compile(model)
     x = torch.randn(4, 8)
     compiled(x).sum().backward()
-    with torch.profiler.profile() as profiler:
+    with torch.profiler.profile(acc_events=True) as profiler:
         compiled(x).sum().backward()
     (forward,) = [event for event in profiler.events() if event.name == "CompiledCall"]
     names = [event.name for event in profiler.events() if event.cpu_parent is forward]

@@ -69,6 +69,7 @@ def test_two_ranks_of_a_gpt_are_one_page(tmp_path: Path):
     program.write_text(TRAINING)
     run = start_ranks([str(program)], 200, GRADSPLIT_DEBUG=str(folder))
     assert run.returncode == 0, run.stderr
+    assert "Profiler clears events" not in run.stderr  # torch 2.11 warned of that on each rank
     found, page = _page_of(folder)
     assert list(found["ranks"]) == ["rank 0", "rank 1"]
     assert all(rank["step_ms"] > 0 and rank["peak_bytes"] > 0 for rank in found["ranks"].values())
