@@ -187,8 +187,11 @@ def _alone(process: BaseProcess, processes: Sequence[BaseProcess]) -> Iterator[N
 
 def _signal(process: BaseProcess, number: int) -> None:
     assert process.pid is not None
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)
+    with suppress(ProcessLookupError):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:  # it is so new that it has no group of its own yet
+            os.kill(process.pid, number)
 
 
 def _child(name: str, setting: Setting, cores: set[int], answers: Connection) -> None:
