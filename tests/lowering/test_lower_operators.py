@@ -388,6 +388,17 @@ def test_a_mask_of_attention_keeps_the_gaps_between_its_rows() -> None:
     assert program.buffers[mask.buffer].shape == (3, 5, 8)
 
 
+def test_parts_of_one_tensor_attend_to_one_another() -> None:
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        attention = torch.ops.aten._scaled_dot_product_efficient_attention
+        return attention(*x.exp().view(2, 5, 3, 3, 8).transpose(1, 3).unbind(2), None, True)[0]
+
+    program = fuse(lower(compute_of(trace(attend, torch.randn(2, 5, 72)))))
+    (call,) = (step for step in program.steps if isinstance(step, ExternCall))
+    views = [view for view in call.arguments if isinstance(view, View)]
+    assert [(view.buffer, view.stride) for view in views] == [("exp", (360, 8, 72, 1))] * 3
+
+
 def test_nests_that_nobody_reads_are_left_out() -> None:
     """The position of the largest of one is 0, whatever it is."""
     program = check(lambda x: (x.var().argmax(), x.sum(1)), _x(3, 4))

@@ -238,8 +238,10 @@ def _note_uses(user: torch.fx.Node, plan: GraphPlan) -> None:
                 plan.in_memory.add(argument)
 
 
-def _has_gaps(tensor: torch.Tensor) -> bool:
-    """Whether there is memory between the elements of a tensor, or of the one that it repeats."""
+def _has_gaps(tensor: Any) -> bool:
+    """Whether there is memory between the elements of a tensor, or of the one that it repeats; not of several tensors."""
+    if not isinstance(tensor, torch.Tensor):
+        return False
     spec = TensorSpec.of(tensor)
     once = tuple(size if step else 1 for size, step in zip(spec.shape, spec.stride, strict=True))
     return not replace(spec, shape=once).is_dense
