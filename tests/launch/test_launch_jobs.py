@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -102,7 +103,8 @@ def test_each_rank_sees_torchruns_variables(tmp_path):
         }
         assert seen["MASTER_ADDR"] == "127.0.0.1" and 0 < int(seen["MASTER_PORT"]) < 65536
         assert "TORCHELASTIC_USE_AGENT_STORE" not in seen
-        assert not any(name.startswith(("OMPI_", "PMI", "GRADSPLIT_LAUNCH_")) for name in seen)
+        added = seen.keys() - os.environ.keys()
+        assert not any(name.startswith(("OMPI_", "PMI", "GRADSPLIT_LAUNCH_")) for name in added)
     for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID"):
         assert ranks[0][0][name] == ranks[1][0][name]
 
@@ -194,6 +196,9 @@ def test_lines_of_ranks_do_not_tear_each_other(tmp_path):
 
 def imitated_machines(tmp_path: Path) -> dict[str, str]:
     """Two machines, in the file ``hosts``: the way to them runs its command here, with another host name for Python."""
+    version = subprocess.run([INSTALLATION.mpiexec, "--version"], check=False, capture_output=True, text=True)
+    if re.search(r"\(Open MPI\) [1-4]\.", version.stdout):
+        pytest.skip("Open MPI before 5 takes both addresses for one machine")
     # Else ranks of both have the same files of shared memory: Open MPI names them by the kernel's host name.
     own = f"export OMPI_MCA_btl_sm_backing_directory={tmp_path}/$MACHINE; mkdir $OMPI_MCA_btl_sm_backing_directory\n"
     agent = tmp_path / "agent"
