@@ -399,6 +399,21 @@ def test_parts_of_one_tensor_attend_to_one_another() -> None:
     assert [(view.buffer, view.stride) for view in views] == [("exp", (360, 8, 72, 1))] * 3
 
 
+@pytest.mark.parametrize(
+    ("device_type", "columns", "is_held"),
+    [("cuda", 32_768, False), ("cuda", 64, True), ("cpu", 32_768, True)],
+)
+def test_capped_logits_are_computed_again_on_a_gpu(device_type: str, columns: int, is_held: bool) -> None:
+    def losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        capped = (torch.tanh(logits / 30) * 30).float()
+        return torch.logsumexp(capped, 1) - capped.gather(1, labels[:, None])[:, 0]
+
+    logits, labels = torch.empty(1024, columns, dtype=torch.bfloat16), torch.zeros(1024, dtype=torch.int64)
+    program = fuse(lower(compute_of(trace(losses, logits, labels, device_type=device_type))))
+    shapes = [spec.shape for name, spec in program.buffers.items() if name not in program.inputs]
+    assert ((1024, columns) in shapes) == is_held
+
+
 def test_nests_that_nobody_reads_are_left_out() -> None:
     """The position of the largest of one is 0, whatever it is."""
     program = check(lambda x: (x.var().argmax(), x.sum(1)), _x(3, 4))

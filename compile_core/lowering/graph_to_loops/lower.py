@@ -73,6 +73,9 @@ aten = torch.ops.aten
 
 # Inlining stops at this many operations, whatever it would save: bodies must stay readable for C++ compilers.
 _MOST_OPERATIONS = 150
+# Of a tensor on a GPU that rather is computed again, and of how many exponentials or the like that may take.
+_LARGE_BYTES = 64 << 20
+_FEW_FUNCTIONS = 2
 # A value with several readers is worth a write if computing it again takes as much as this.
 _CHEAP_OPERATIONS = 16
 # Beside a tensor of 16-bit floats torch makes such floats of them, and few are that exactly.
@@ -391,11 +394,26 @@ class _Lowering:
         user = self.plan.only_user(node)
         if user is not None and self.plan.use_kind(user) == INLINE:
             return False  # left to the user, whose cost includes this one's
-        if len(self.plan.readers.get(node, ())) < 2 or tensor.numel == 1:
+        if len(self.plan.readers.get(node, ())) < 2 or tensor.numel == 1 or self._is_a_burden(tensor, cost):
             return False
         if cost.transcendental or cost.operations > _CHEAP_OPERATIONS:
             return True
         return sum(count for _, count in cost.reads) >= 2 * tensor.numel
+
+    def _is_a_burden(self, tensor: LazyTensor, cost: Cost) -> bool:
+        """Whether a tensor of a GPU takes more memory than all that it is computed from, and much.
+
+        To read that and compute a function or two again is faster there; capped logits in float32 are where a step's
+        peak is.
+        """
+        held = tensor.numel * tensor.dtype.itemsize
+        read = sum(count * self.builder.buffer_dtype(name).itemsize for name, count in cost.reads)
+        return (
+            tensor.device.type == "cuda"
+            and held >= _LARGE_BYTES
+            and read < held
+            and cost.transcendental <= _FEW_FUNCTIONS
+        )
 
     def _reduction(self, node: torch.fx.Node, args: Any, kwargs: Any) -> Any:
         target, tensor, fake = node.target, args[0], node.meta["val"]

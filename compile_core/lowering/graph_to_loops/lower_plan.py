@@ -239,7 +239,7 @@ def _note_uses(user: torch.fx.Node, plan: GraphPlan) -> None:
 
 
 def _has_gaps(tensor: Any) -> bool:
-    """Whether there is memory between the elements of a tensor, or of the one that it repeats; not of several tensors."""
+    """Whether there is memory between the elements of a tensor, or of the one that it repeats; several have none."""
     if not isinstance(tensor, torch.Tensor):
         return False
     spec = TensorSpec.of(tensor)
