@@ -13,7 +13,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from gradsplit.compile_core.ir.loops import GeneratedStep, Load, LoopNest, Store
+from gradsplit.compile_core.ir.loops import (
+    GeneratedStep,
+    Load,
+    LoopNest,
+    Reduce,
+    Store,
+    operands,
+    varied_axes,
+)
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
 # Less than that is not where a peak lies, and to look costs two microseconds.
@@ -30,7 +38,7 @@ def memory_to_take(
         read_last: what nothing touches after the step.
         buffers: the specs of both.
     """
-    if not isinstance(step, LoopNest) or step.reduced_axes:
+    if not isinstance(step, LoopNest) or not _is_one_pass(step):
         return {}
     free = [name for name in read_last if _is_large(buffers[name])]
     found: dict[str, tuple[str, ...]] = {}
@@ -51,6 +59,22 @@ def _fits(new: TensorSpec, old: TensorSpec) -> bool:
     return _is_large(new) and (new.dtype, new.device, new.numel) == (old.dtype, old.device, old.numel)
 
 
+def _is_one_pass(nest: LoopNest) -> bool:
+    """Whether a nest comes to each point once: nothing that it computes there needs a reduction to be finished."""
+    reduced = range(len(nest.extents) - nest.reduced_axes, len(nest.extents))
+    after: set[int] = set()
+    for number, (statement, axes) in enumerate(zip(nest.body, varied_axes(nest), strict=True)):
+        if isinstance(statement, Reduce):
+            if statement.operation == "deviations":  # from a mean, which is known after the first pass
+                return False
+            after.add(number)
+        elif not after.isdisjoint(operands(statement)):
+            if not axes.isdisjoint(reduced):
+                return False
+            after.add(number)
+    return True
+
+
 def _meets_in_points(nest: LoopNest, new: str, old: str) -> bool:
     """Whether each point of a nest reads of ``old``, before it stores, what lies where it stores into ``new``."""
     stores = [(n, s) for n, s in enumerate(nest.body) if isinstance(s, Store) and s.access.buffer == new]
@@ -58,6 +82,8 @@ def _meets_in_points(nest: LoopNest, new: str, old: str) -> bool:
         return False
     ((place, store),) = stores
     if store.mask is not None or store.reduction is not None or store.access.gathers:
+        return False
+    if any(size > 1 and not step for size, step in zip(nest.extents, store.access.strides, strict=True)):
         return False
     loads = [(n, s.access) for n, s in enumerate(nest.body) if isinstance(s, Load) and s.access.buffer == old]
     return bool(loads) and all(

@@ -29,6 +29,7 @@ def load(access: Access = HERE) -> Load:
 
 
 STORE = Store(replace(HERE, buffer="new"), 1)
+SUM = Store(Access("sums", (1, 0)), 3)
 DOUBLED = (load(), Apply("add", (0, 0), torch.float32), STORE)
 
 
@@ -45,6 +46,10 @@ DOUBLED = (load(), Apply("add", (0, 0), torch.float32), STORE)
         # A second look after the store.
         (nest(*DOUBLED, load()), {}, False),
         (nest(Load(replace(HERE, buffer="other"), torch.float32), *DOUBLED[1:]), {}, False),
+        # Sums of what is stored, and of what must be summed before.
+        (nest(*DOUBLED, Reduce("sum", 1, torch.float32), SUM, reduced_axes=1), {}, True),
+        (nest(load(), Reduce("sum", 0, torch.float32), Apply("sub", (0, 1), torch.float32),
+              replace(STORE, value=2), reduced_axes=1), {}, False),
         (nest(load(), Reduce("sum", 0, torch.float32), STORE, reduced_axes=1), {}, False),
     ],
 )  # fmt: skip
