@@ -3,8 +3,9 @@
     python -m tests.bench.program_memory [--model gpt2] [--chunk-mib 0,64,128,256] [--budget 1.0] [--held 5]
 
 The models are those of ``gpu_training`` and ``sweep_models``, under bf16 autocast. The graph is captured and traced on
-a CPU, whose attention is another, moved to a GPU and lowered; nothing runs. Parameters count, gradients from when the backward has made them; workspaces of libraries and
-what an allocator wastes do not: GPT-2's measured peak is 0.09 GiB more.
+a CPU, whose attention is another, moved to a GPU and lowered; nothing runs. Parameters count, gradients from when the
+backward has made them; workspaces of libraries and what an allocator wastes do not: GPT-2's measured peak is 0.09 GiB
+more.
 """
 
 from __future__ import annotations
