@@ -25,14 +25,13 @@ from typing import Any
 
 import torch
 import torch._inductor.config as inductor_config
-import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
 import gradsplit
 from tests.bench.rows import Row, rows_in_turn, run_row
-from tests.bench.training_models import Loss, graph_network
+from tests.bench.training_models import Classified, Loss, graph_network
 
 Inputs = dict[str, Tensor]
 # Steps of a side before its memory is looked at: libraries choose, graphs are recorded.
@@ -40,17 +39,6 @@ _SETTLING = 8
 _STEPS_OF_PEAK = 3
 _WARM_UP_S = 1.5
 _IN_A_ROW = 10
-
-
-class Classified(nn.Module):
-    """A model of images with its loss."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, pixels: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.model(pixels), labels)
 
 
 def _images(name: str, batch: int, size: int) -> tuple[nn.Module, Inputs]:

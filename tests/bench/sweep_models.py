@@ -15,28 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.bench.training_models import Loss, graph_network
+from tests.bench.training_models import Classified, Loss, graph_network
 
 Inputs = dict[str, Tensor]
 Made = tuple[nn.Module, Inputs]
 _LAYERS = 6
 _CLASSES = 1000
-
-
-class Classified(nn.Module):
-    """A model of images with its loss; where it gives several results, the first (or the one named ``out``) counts."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, pixels: Tensor, labels: Tensor) -> Tensor:
-        result = self.model(pixels)
-        if isinstance(result, Mapping):
-            result = result["out"]
-        if isinstance(result, tuple):
-            result = result[0]
-        return F.cross_entropy(result, labels)
 
 
 class Summed(nn.Module):

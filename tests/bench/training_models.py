@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
@@ -22,6 +23,22 @@ class Loss(nn.Module):
 
     def forward(self, **arguments: Tensor) -> Tensor:
         return self.model(**arguments).loss
+
+
+class Classified(nn.Module):
+    """A model of images with its loss; where it gives several results, the first (or the one named ``out``) counts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixels: Tensor, labels: Tensor) -> Tensor:
+        result = self.model(pixels)
+        if isinstance(result, Mapping):
+            result = result["out"]
+        if isinstance(result, tuple):
+            result = result[0]
+        return F.cross_entropy(result, labels)
 
 
 def gpt2() -> Training:
