@@ -171,7 +171,7 @@ def compile_module(
         if _is_failed_trace(reason) and planner is None and isinstance(backend, RegionBackend):
             pieces = cut_around(module, examples, lambda piece: _is_traceable(piece, backend, options))
             if pieces:
-                return compile_pieces(module, pieces, backend=backend, options=options)
+                return compile_pieces(module, pieces, backend=backend, options=options, gives_back_draws=True)
         logger.warning("%s with torch's own kernels: %s", _what_runs(module), reason)
         record("fallback", lambda reason=reason: {"reason": str(reason)})
         return module

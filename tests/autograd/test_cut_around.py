@@ -89,6 +89,31 @@ def test_only_the_calls_are_left_out(is_trained: bool, plain: list[str]) -> None
     )
 
 
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_call_that_raises_is_made_again(changes: bool) -> None:
+    """It has drawn its random numbers once then, and changed its input once."""
+    model = Experts()
+
+    def program(x: Tensor, ends: Tensor, seen: Tensor) -> Tensor:
+        if changes:
+            seen.add_(1)
+        return model(x, ends)[0]
+
+    found = []
+    for call in (program, gradsplit.compile(program, options={"fallback_random": True})):
+        seen = torch.zeros(())
+        for groups in (torch.tensor([3, 7, 12]), torch.tensor([3, 7, 9, 12])):  # more groups than weights
+            torch.manual_seed(1)
+            x = torch.ones(12, 8, requires_grad=True)
+            try:
+                loss = call(x, groups, seen).item()
+            except Exception as error:
+                loss = type(error).__name__
+            found.append((loss, torch.rand(()).item(), seen.item()))
+    assert found[2:] == pytest.approx(found[:2]) if isinstance(found[1][0], float) else found[3] == found[1]
+    assert found[2][1:] == found[0][1:] and found[2][0] == pytest.approx(found[0][0])
+
+
 def test_no_gradients_no_cut(plain: list[str]) -> None:
     model = Experts().eval()
     x, ends = given()

@@ -3,6 +3,9 @@
 An operator of a library may have a backward in Python that looks at data. Which call it is, the failure of a trace does
 not say; so it is searched for: the shortest beginning of the graph that cannot be traced ends with it. What else the
 graph calls of the same kind, once a layer, is set apart with it.
+
+A call that raises is made again as plain Python. So a graph that changes its inputs is not cut: one piece may have
+changed them when a later one raises.
 """
 
 from __future__ import annotations
@@ -47,6 +50,8 @@ def _pieces(
         place_of = points.places(begins)
         return cut_graph(module, place_of, points.examples(place_of, examples))
 
+    if any(node.op == "placeholder" for node in points.changed_at):
+        return []
     count = len(points.nodes)
     places = [position for position in range(1, count) if points.allowed[position]]
     # The first place before which something is not traceable.
