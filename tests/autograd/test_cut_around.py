@@ -91,7 +91,7 @@ def test_only_the_calls_are_left_out(is_trained: bool, plain: list[str]) -> None
 
 @pytest.mark.parametrize("changes", [False, True])
 def test_a_call_that_raises_is_made_again(changes: bool) -> None:
-    """It has drawn its random numbers once then, and changed its input once."""
+    """It has drawn its random numbers once then, and changed its input as often as plain Python does."""
     model = Experts()
 
     def program(x: Tensor, ends: Tensor, seen: Tensor) -> Tensor:
@@ -110,8 +110,8 @@ def test_a_call_that_raises_is_made_again(changes: bool) -> None:
             except Exception as error:
                 loss = type(error).__name__
             found.append((loss, torch.rand(()).item(), seen.item()))
-    assert found[2:] == pytest.approx(found[:2]) if isinstance(found[1][0], float) else found[3] == found[1]
     assert found[2][1:] == found[0][1:] and found[2][0] == pytest.approx(found[0][0])
+    assert found[3] == found[1] and found[1][0] == "IndexError"
 
 
 def test_no_gradients_no_cut(plain: list[str]) -> None:

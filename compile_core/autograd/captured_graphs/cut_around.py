@@ -4,8 +4,8 @@ An operator of a library may have a backward in Python that looks at data. Which
 not say; so it is searched for: the shortest beginning of the graph that cannot be traced ends with it. What else the
 graph calls of the same kind, once a layer, is set apart with it.
 
-A call that raises is made again as plain Python. So a graph that changes its inputs is not cut: one piece may have
-changed them when a later one raises.
+Where a piece raises, the call is made again as plain Python, and draws of earlier pieces are given back; but not a call
+that changes its inputs. Limit: such a graph is not cut.
 """
 
 from __future__ import annotations
