@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from gradsplit.compile_core.ir.loops import (
@@ -80,3 +81,17 @@ def mutated(step: Step) -> frozenset[str]:
         elif argument.name in step.keywords:
             names.update(view.buffer for view in views_in(step.keywords[argument.name]))
     return frozenset(names)
+
+
+def only_store(nest: LoopNest, new: str, old: str) -> Store | None:
+    """The single store of a nest into ``new``, under no condition.
+
+    None if the nest reads anything of ``old`` later, or elsewhere in its buffer than it stores.
+    """
+    stores = [(n, s) for n, s in enumerate(nest.body) if isinstance(s, Store) and s.access.buffer == new]
+    if len(stores) != 1 or stores[0][1].mask is not None:
+        return None
+    ((place, store),) = stores
+    same = replace(store.access, buffer=old)
+    loads = [(n, s.access) for n, s in enumerate(nest.body) if isinstance(s, Load) and s.access.buffer == old]
+    return store if all(n < place and access == same for n, access in loads) else None

@@ -11,17 +11,16 @@ looks whether it is (``is_held_once``). Only GPUs do this: C++ kernels are compi
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 
 from gradsplit.compile_core.ir.loops import (
     GeneratedStep,
     Load,
     LoopNest,
     Reduce,
-    Store,
     operands,
     varied_axes,
 )
+from gradsplit.compile_core.ir.step_effects import only_store
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
 # Less than that is not where a peak lies, and to look costs two microseconds.
@@ -38,9 +37,9 @@ def memory_to_take(
         read_last: what nothing touches after the step.
         buffers: the specs of both.
     """
-    if not isinstance(step, LoopNest) or not _is_one_pass(step):
-        return {}
     free = [name for name in read_last if _is_large(buffers[name])]
+    if not free or not isinstance(step, LoopNest) or not _is_one_pass(step):
+        return {}
     found: dict[str, tuple[str, ...]] = {}
     for new in made:
         if fits := [
@@ -77,15 +76,9 @@ def _is_one_pass(nest: LoopNest) -> bool:
 
 def _meets_in_points(nest: LoopNest, new: str, old: str) -> bool:
     """Whether each point of a nest reads of ``old``, before it stores, what lies where it stores into ``new``."""
-    stores = [(n, s) for n, s in enumerate(nest.body) if isinstance(s, Store) and s.access.buffer == new]
-    if len(stores) != 1:
+    store = only_store(nest, new, old)
+    if store is None or store.reduction is not None or store.access.gathers:
         return False
-    ((place, store),) = stores
-    if store.mask is not None or store.reduction is not None or store.access.gathers:
+    if not any(isinstance(s, Load) and s.access.buffer == old for s in nest.body):
         return False
-    if any(size > 1 and not step for size, step in zip(nest.extents, store.access.strides, strict=True)):
-        return False
-    loads = [(n, s.access) for n, s in enumerate(nest.body) if isinstance(s, Load) and s.access.buffer == old]
-    return bool(loads) and all(
-        n < place and access == replace(store.access, buffer=old) for n, access in loads
-    )
+    return all(size == 1 or step for size, step in zip(nest.extents, store.access.strides, strict=True))

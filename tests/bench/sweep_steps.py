@@ -244,9 +244,8 @@ def set_up(
     if not setting.is_trained and setting.device == "cuda":
         model = model.to(torch.bfloat16)
         inputs = {key: _in_half(value) for key, value in inputs.items()}
-    _loss_of(
-        _step(model := model.to(setting.device), model, inputs, setting)
-    )  # libraries load, imports are done
+    model = model.to(setting.device)
+    float(_step(model, model, inputs, setting)())  # libraries load, imports are done
     steps: dict[str, Callable[[], object]] = {}
     figures: dict[str, Figures] = {}
     for mode in setting.modes:
@@ -283,10 +282,6 @@ def _step(
     return train if setting.is_trained else infer
 
 
-def _loss_of(step: Callable[[], Any]) -> float:
-    return float(step())
-
-
 def _first_steps(step: Callable[[], Any], device: torch.device) -> Figures:
     gc.collect()
     if device.type == "cuda":
@@ -294,7 +289,7 @@ def _first_steps(step: Callable[[], Any], device: torch.device) -> Figures:
         before_bytes = torch.cuda.memory_allocated()
     begin_s = processor_seconds()
     torch.manual_seed(0)
-    loss = _loss_of(step)
+    loss = float(step())
     first_s = processor_seconds() - begin_s
     for _ in range(_SETTLING):
         step()

@@ -54,6 +54,8 @@ def _pieces(
         return []
     count = len(points.nodes)
     places = [position for position in range(1, count) if points.allowed[position]]
+    if not places:
+        return []
     # The first place before which something is not traceable.
     low, high = 0, len(places)
     while low < high:
@@ -62,8 +64,6 @@ def _pieces(
             low = middle + 1
         else:
             high = middle
-    if not places:
-        return []
     ends = [*places, count]
     begin = ends[low - 1] if low else 0
     kinds = {_kind(node) for node in points.nodes[begin : ends[low]]} - {_ITEM}

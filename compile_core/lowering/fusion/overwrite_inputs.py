@@ -32,7 +32,7 @@ from gradsplit.compile_core.ir.loops import (
     with_accesses,
 )
 from gradsplit.compile_core.ir.schedule import Compute
-from gradsplit.compile_core.ir.step_effects import reads, writes
+from gradsplit.compile_core.ir.step_effects import only_store, reads, writes
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec, compute_dtype
 from gradsplit.compile_core.lowering.nests.body_builder import is_loop_dtype
 from gradsplit.compile_core.lowering.nests.order_axes import simplify
@@ -113,14 +113,7 @@ class _Uses:
             return False
         if self.buffers[old].device.type == "cuda" and len(simplify(nest).extents) > 1:
             return False
-        stores = [(n, s) for n, s in enumerate(nest.body) if isinstance(s, Store) and s.access.buffer == new]
-        if len(stores) != 1 or stores[0][1].mask is not None:
-            return False
-        place, store = stores[0]
-        loads = [
-            (n, s.access) for n, s in enumerate(nest.body) if isinstance(s, Load) and s.access.buffer == old
-        ]
-        return all(n < place and access == replace(store.access, buffer=old) for n, access in loads)
+        return only_store(nest, new, old) is not None
 
 
 def cannot_fail(step: Step) -> bool:
