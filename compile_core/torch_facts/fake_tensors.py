@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gradsplit.compile_core.torch_facts.dispatcher import enable_python_dispatcher, suggest_memory_format
+from gradsplit.compile_core.torch_facts.recurrent_networks import NETWORKS, layered
 from gradsplit.compile_core.torch_facts.symbolic_numbers import memory_order, value_at_compilation
 from gradsplit.compile_core.torch_facts.thread_state import disable_current_modes
 
@@ -306,7 +307,11 @@ _LIKE: Mapping[Any, Callable[[tuple[Any, ...]], Tensor]] = {
     aten.select.int: _select,
 }
 
-_INSTEAD: Mapping[Any, Callable[..., Tensor]] = {functional.dropout: _dropout, torch.dropout: _native_dropout}
+_INSTEAD: Mapping[Any, Callable[..., Any]] = {
+    functional.dropout: _dropout,
+    torch.dropout: _native_dropout,
+    **{network: layered(network, False) for network in NETWORKS},
+}
 
 _CORRECTIONS: Mapping[Any, Callable[[tuple[Any, ...], Any], Any]] = {
     aten.huber_loss.default: _as_input,

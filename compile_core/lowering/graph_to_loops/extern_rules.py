@@ -58,7 +58,8 @@ _KEPT_WHOLE = frozenset(
         "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "sort", "topk", "index_put_", "index_add_",
         "scatter_add_", "scatter", "native_dropout", "bernoulli", "rand", "randn", "rand_like", "randn_like", "randint",
         "randperm", "uniform", "normal", "empty", "empty_like", "empty_strided", "new_empty", "copy_", "kept_call",
-        "after", "wide_product", "add_product_",
+        "after", "wide_product", "add_product_", "lstm_layer", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward",
+        "cudnn_layer", "cudnn_layer_backward",
     }
 )  # fmt: skip
 
