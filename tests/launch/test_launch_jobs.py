@@ -197,7 +197,7 @@ def test_lines_of_ranks_do_not_tear_each_other(tmp_path):
 def imitated_machines(tmp_path: Path) -> dict[str, str]:
     """Two machines, in the file ``hosts``: the way to them runs its command here, with another host name for Python."""
     version = subprocess.run([INSTALLATION.mpiexec, "--version"], check=False, capture_output=True, text=True)
-    if re.search(r"\(Open MPI\) [1-4]\.", version.stdout):
+    if re.search(r"\((Open MPI|OpenRTE)\) [1-4]\.", version.stdout):
         pytest.skip("Open MPI before 5 takes both addresses for one machine")
     # Else ranks of both have the same files of shared memory: Open MPI names them by the kernel's host name.
     own = f"export OMPI_MCA_btl_sm_backing_directory={tmp_path}/$MACHINE; mkdir $OMPI_MCA_btl_sm_backing_directory\n"

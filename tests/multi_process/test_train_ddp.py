@@ -16,7 +16,9 @@ from tests.start_ranks import start_ranks
 def test_eager_and_compiled_train_alike(tmp_path: Path) -> None:
     out = tmp_path / "out"
     program = ["examples/train_ddp.py", "--steps", "10", "--batch-size", "4", "--out", str(out)]
-    run = start_ranks(program, timeout_s=280)
+    run = start_ranks(
+        program, timeout_s=280, CUDA_VISIBLE_DEVICES=""
+    )  # how many buckets: by this link's speed
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     assert "median step" in run.stdout and "bucket 0" in run.stdout
 

@@ -53,6 +53,7 @@ def test_there_are_recordings_for_each_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(240)
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("how", [[], ["--recorded"], ["--open"], ["--recorded", "--open"]])
 def test_stages_on_gpus_train_as_the_whole_model_does(tmp_path: Path, how: list[str]) -> None:
