@@ -180,11 +180,17 @@ def _forward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     count = _weights_of_a_direction(has_biases, projected)
     hidden, cell = hidden.contiguous(), None if cell is None else cell.contiguous()
-    with AutoDispatchBelowAutograd():
-        return aten._cudnn_rnn(
-            sequence, weights, count, None, hidden, cell, mode, width, projected, 1, False, 0.0, train, bidirectional,
+    # Torch has aliases of the weights lie in one piece of memory from then on, and not the weights.
+    aliases = [weight.detach() for weight in weights]
+    with AutoDispatchBelowAutograd(), torch.no_grad():
+        flat = aten._cudnn_rnn_flatten_weight(
+            aliases, count, sequence.shape[2], mode, width, projected, 1, False, bidirectional
+        )
+        output, last_hidden, last_cell, reserve, _ = aten._cudnn_rnn(
+            sequence, aliases, count, flat, hidden, cell, mode, width, projected, 1, False, 0.0, train, bidirectional,
             [], None,
         )  # fmt: skip
+    return output, last_hidden, last_cell, reserve, flat
 
 
 def _backward(
