@@ -62,6 +62,13 @@ class TensorSpec:
         return self.numel * self.dtype.itemsize
 
     @property
+    def span(self) -> int:
+        """Elements from the first to the last in memory, those between them that are none of the tensor's included."""
+        if not self.numel:
+            return 0
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+
+    @property
     def is_contiguous(self) -> bool:
         """Whether elements lie row-major without gaps; strides of size-1 dims do not count."""
         expected = 1

@@ -284,9 +284,7 @@ def _check_access(
     if statement.mask is not None or 0 in nest.extents:
         return  # a mask keeps addresses inside; which, is known only at run time
     low, high = _reach(access, nest.extents)
-    _rule(
-        low >= 0 and high < max(_span(spec), 1), where, f"reaches [{low}, {high}] of {_span(spec)} elements"
-    )
+    _rule(low >= 0 and high < max(spec.span, 1), where, f"reaches [{low}, {high}] of {spec.span} elements")
 
 
 def _reach(access: Access, extents: Sequence[int]) -> tuple[int, int]:
@@ -296,12 +294,6 @@ def _reach(access: Access, extents: Sequence[int]) -> tuple[int, int]:
     for move in moves:
         low, high = low + min(move, 0), high + max(move, 0)
     return low, high
-
-
-def _span(spec: TensorSpec) -> int:
-    if not spec.numel:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(spec.shape, spec.stride, strict=True))
 
 
 def _check_store(store: Store, nest: LoopNest, varying: Sequence[frozenset[int]], where: str) -> None:
@@ -332,7 +324,7 @@ def _check_view(view: View, buffers: Mapping[str, TensorSpec], where: str) -> No
         return
     access = Access(view.buffer, view.stride, view.offset)
     low, high = _reach(access, view.shape)
-    span = _span(buffers[view.buffer])
+    span = buffers[view.buffer].span
     _rule(
         low >= 0 and high < span, where, f"view of {view.buffer} reaches [{low}, {high}] of {span} elements"
     )

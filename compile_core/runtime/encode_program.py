@@ -157,7 +157,8 @@ class _Encoder:
             codes = (dtype_code(spec.dtype), *device_codes(spec.device), self._constant(function))
             if taken:
                 registers = [self._registers[name] for name in taken]
-                self._emit(Opcode.TAKE, self._constant(is_held_once), len(registers), *registers)
+                may_be_taken = self._constant(partial(is_held_once, elements=spec.numel))
+                self._emit(Opcode.TAKE, may_be_taken, len(registers), *registers)
             self._emit(Opcode.ALLOCATE, register, *codes, len(spec.shape), *spec.shape, *spec.stride)
         else:
             self._call_function(function, (), (), (register,), 0)

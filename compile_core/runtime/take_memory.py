@@ -25,6 +25,8 @@ from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
 # Less than that is not where a peak lies, and to look costs two microseconds.
 LEAST_BYTES = 8 << 20
+# What is made may be so much of itself longer than what it takes the memory of, one part in:
+_MOST_BEYOND = 64
 
 
 def memory_to_take(
@@ -51,11 +53,21 @@ def memory_to_take(
 
 
 def _is_large(spec: TensorSpec) -> bool:
-    return spec.device.type == "cuda" and spec.is_dense and spec.numel * spec.dtype.itemsize >= LEAST_BYTES
+    return spec.device.type == "cuda" and spec.span * spec.dtype.itemsize >= LEAST_BYTES
 
 
 def _fits(new: TensorSpec, old: TensorSpec) -> bool:
-    return _is_large(new) and (new.dtype, new.device, new.numel) == (old.dtype, old.device, old.numel)
+    """Whether what is made reaches as far as the old, or a little farther: rows may have gaps, and one after the last.
+
+    Whether there is memory behind the old is seen when the program runs.
+    """
+    beyond = new.numel - old.span
+    return (
+        _is_large(new)
+        and new.is_dense
+        and (new.dtype, new.device) == (old.dtype, old.device)
+        and (0 <= beyond * _MOST_BEYOND <= new.numel)
+    )
 
 
 def _is_one_pass(nest: LoopNest) -> bool:

@@ -18,12 +18,17 @@ _use_count = private(
 )
 
 
-def is_held_once(tensor: torch.Tensor) -> bool:
+def is_held_once(tensor: torch.Tensor, elements: int = 0) -> bool:
     """Whether one Python object is all that holds a tensor, and the tensor all that holds its memory.
 
     How often the object is referred to is for the caller to look at.
+
+    Args:
+        elements: how many of the tensor's dtype there must be in that memory, from the tensor's first one on.
     """
-    return _holders(tensor) == _holders_of_one()
+    if _holders(tensor) != _holders_of_one():
+        return False
+    return (tensor.storage_offset() + elements) * tensor.itemsize <= tensor.untyped_storage().nbytes()
 
 
 def _holders(tensor: torch.Tensor) -> tuple[float, float]:

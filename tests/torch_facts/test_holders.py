@@ -26,3 +26,8 @@ def test_views_and_saved_tensors_hold_memory() -> None:
     assert not is_held_once(base)
     del other, storage
     assert is_held_once(base)
+
+
+def test_memory_behind_a_tensor_is_counted_from_its_first_element() -> None:
+    part = torch.empty(0).set_(torch.ones(32).untyped_storage(), 2, (4, 5), (8, 1))
+    assert is_held_once(part, 30) and not is_held_once(part, 31)
