@@ -61,6 +61,7 @@ def partition(joint: JointGraph, activation_memory_budget: float = 1.0) -> Parti
         {node: node.name for node in primals},
         [*outputs, *computed, *(node for node in numbers if node.op != "placeholder")],
         effects=[node for node in (*random, *checks) if node not in only_backward],
+        at_once={node for node in joint.module.graph.nodes if node not in in_forward and not is_random(node)},
     )
     names = {node: node.name for node in [*saved, *numbers]}
     copied = _copy_saved(forward, [node for node in saved if memory_of(node) in changed])
@@ -129,6 +130,7 @@ def _extract(
     inputs: Mapping[Node, str],
     results: Sequence[Node | None],
     effects: Sequence[Node],
+    at_once: Set[Node] = frozenset(),
     on_demand: Set[Node] = frozenset(),
 ) -> GraphModule:
     """The part of a graph between two sets of values, in the order of the original.
@@ -138,6 +140,8 @@ def _extract(
         inputs: values that come from outside -> names of their placeholders.
         results: what the part returns.
         effects: nodes to keep although nobody may use them: a random operator moves the generator.
+        at_once: values that are computed just after what they are computed from instead: where the forward computes
+            something for the backward, it need not lie in memory, nor be read again, at the forward's end.
         on_demand: values that are computed just before their first use instead, so that what the backward
             computes again does not all lie in memory at its start.
     """
@@ -147,7 +151,11 @@ def _extract(
     for node, name in inputs.items():
         copies[node] = graph.placeholder(name)
         copies[node].meta = dict(node.meta)
-    for node in module.graph.nodes:
+    places: dict[Node, int] = {}
+    for place, node in enumerate(module.graph.nodes):
+        read = (places[source] for source in node.all_input_nodes)
+        places[node] = max(read, default=place) if node in at_once else place
+    for node in sorted(places, key=places.__getitem__):
         if node in needed and node not in on_demand:
             _emit(node, graph, copies)
     for node in results:
