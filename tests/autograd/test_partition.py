@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import networkx
 import pytest
 import torch
@@ -9,11 +11,14 @@ import torch.nn.functional as F
 
 import gradsplit
 from gradsplit.compile_core.autograd.partitioning.partition import partition
+from gradsplit.compile_core.autograd.rewrites.random_to_counters import random_to_counters
 from gradsplit.compile_core.autograd.trace_joint import trace_joint
+from gradsplit.compile_core.autograd.tracing import random_decompositions
 from gradsplit.compile_core.ir.graphs import PartitionedGraph
 from gradsplit.compile_core.ir.regions import graph_inputs, graph_results
 from gradsplit.compile_core.lowering.decompositions.decomposition_table import decomposition_table
 from tests.autograd.compare_with_eager import captured, fakes, partitioned_graph
+from tests.lowering.move_graph import on_gpu
 
 
 def leaf(*shape: int) -> torch.Tensor:
@@ -73,6 +78,38 @@ def test_product_for_a_product_is_not_written_again():
     graph = partitioned_graph(lambda x, w, v: (x @ w).relu() @ v, torch.randn(8, 8), leaf(8, 8), leaf(8, 8))
     assert "aten.relu.default" in saved_targets(graph)
     assert graph.saved_bytes == 8 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    ("activation", "rows", "device", "is_saved"),
+    [
+        # A kernel of the backward reads the product anyway, and can write what it activates besides.
+        (lambda x: F.gelu(x), 2048, "cuda", False),
+        (lambda x: F.dropout(F.silu(x) * x.sin()), 2048, "cuda", False),
+        (lambda x: F.gelu(x), 16, "cuda", True),
+        (lambda x: F.gelu(x), 2048, "cpu", True),
+        # The backward needs the result alone; the norm's rows are read by a kernel that must come later.
+        (lambda x: x.relu(), 2048, "cuda", True),
+        (lambda x: F.layer_norm(x, (1024,)), 2048, "cuda", True),
+    ],
+)
+def test_a_large_activation_is_written_again_beside_its_gradient(
+    activation: Callable[[torch.Tensor], torch.Tensor], rows: int, device: str, is_saved: bool
+) -> None:
+    """For the gradient of the second product's weight, where that costs no reading."""
+    module = captured(lambda x, w, v: (activation(x @ w) @ v).sum())
+    inputs = fakes([torch.randn(rows, 8), leaf(8, 1024), leaf(1024, 8)])
+    decompositions = {**decomposition_table("cpu"), **random_decompositions.DECOMPOSITIONS}
+    joint = random_to_counters(trace_joint(module, inputs, decompositions))
+    if device == "cuda":
+        on_gpu(joint.module)
+    graph = partition(joint)
+    assert graph.backward is not None
+    products = graph.backward.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    read = {source for product in products for source in (product.args[0], *product.args[0].all_input_nodes)}
+    assert (
+        any(node.op == "placeholder" and node.meta["val"].numel() == rows * 1024 for node in read) == is_saved
+    )
 
 
 def test_value_in_memory_is_preferred_to_one_that_would_be_written_to_be_saved():

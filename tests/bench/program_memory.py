@@ -88,13 +88,13 @@ def peaks(
         decompositions = {**decomposition_table("cpu"), **random_decompositions.DECOMPOSITIONS}
         joint = trace_joint(module, examples, decompositions)
     joint = chunk_rows(pad_products(random_to_counters(joint), True, "cpu"), chunk_bytes)
+    on_gpu(joint.module)
     graph = partition(joint, budget)
     assert graph.backward is not None
     given = [node for node in joint.module.graph.find_nodes(op="placeholder") if node.name in joint.primals]
     given_bytes = sum(node.meta["val"].nbytes for node in given)
     found = {}
     for part, module in (("forward", graph.forward), ("backward", graph.backward)):
-        on_gpu(module)
         schedule = (
             whole_schedule(part, module, {}, graph.num_outputs)
             if part == "forward"

@@ -48,6 +48,11 @@ _UNITS = 1000
 # Sums of branches are in memory anyway, and where the branches are saved at half the bytes, as under autocast, the
 # backward begins by adding all of them up again: it has both in memory then.
 _RESIDUAL_WEIGHT = 0.5
+# What it is worth not to save, and what has so many times fewer elements than another that to read it costs nothing.
+_LARGE_BYTES = 4 << 20
+_FEW = 8
+# Of which the backward has one for each operand's gradient, so that one of them can wait for another's.
+_MATRIX_PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.baddbmm}
 
 
 @dataclass(frozen=True)
@@ -195,7 +200,13 @@ def is_pinned(problem: CutProblem, node: Node, needed: Set[Node]) -> bool:
         return not is_recomputable(node)
     if node in problem.noticed:
         return True
-    return not is_recomputable(node) or _materialised_in_backward(node, problem.only_backward, needed)
+    if not is_recomputable(node):
+        return True
+    readers = _readers_in_memory(node, problem.only_backward, needed)
+    return bool(readers) and not (
+        all(packet(reader) in _MATRIX_PRODUCTS for reader in readers)
+        and _is_written_beside(problem, node, needed)
+    )
 
 
 def _is_returned(node: Node) -> bool:
@@ -203,22 +214,68 @@ def _is_returned(node: Node) -> bool:
     return any(user.op == "output" or (is_view(user) and _is_returned(user)) for user in node.users)
 
 
-def _materialised_in_backward(node: Node, only_backward: Set[Node], needed: Set[Node]) -> bool:
-    """Whether computing the node again would write it to memory for a kernel that cannot fuse it.
+def _readers_in_memory(node: Node, only_backward: Set[Node], needed: Set[Node]) -> list[Node]:
+    """What reads the node in the backward and cannot be one kernel with it, so that it would be written to memory.
 
     It was written for the same reason in the forward; saving it costs memory, recomputing it another pass.
     """
-    if is_view(node):
-        return False
-    frontier = list(node.users)
+    readers: list[Node] = []
+    frontier = [] if is_view(node) else list(node.users)
     while frontier:
         user = frontier.pop()
         if user in only_backward:
             if is_view(user):
                 frontier.extend(user.users)
             elif not is_read_in_a_kernel(user) and user.op == "call_function":
-                return True
+                readers.append(user)
         elif is_view(user) and user in needed:
+            frontier.extend(user.users)
+    return readers
+
+
+def _is_written_beside(problem: CutProblem, node: Node, needed: Set[Node]) -> bool:
+    """Whether a kernel of the backward can write the value besides what it is there for.
+
+    So it is with a large value on a GPU that is computed element by element from results of products, as by an
+    activation function or by dropout, which a kernel of the backward reads anyway. Then it costs another write, and
+    not to save it is worth that: it is half of what a perceptron keeps.
+    """
+    if node.meta["val"].device.type != "cuda" or bytes_of(node) < _LARGE_BYTES:
+        return False
+    elements = value_at_compilation(node.meta["val"].numel())
+    seen, frontier = {node}, list(node.all_input_nodes)
+    while frontier:
+        source = frontier.pop()
+        if source in seen:
+            continue
+        seen.add(source)
+        if is_recomputable(source):
+            frontier.extend(source.all_input_nodes)
+            continue
+        value = source.meta.get("val")
+        if not isinstance(value, torch.Tensor) or value_at_compilation(value.numel()) * _FEW < elements:
+            continue  # such as a bias or a sum of rows
+        if (
+            is_fusible(source)
+            or source.op == "placeholder"
+            or not _is_read_by_a_kernel(problem, source, node, needed)
+        ):
+            return False
+    return True
+
+
+def _is_read_by_a_kernel(problem: CutProblem, source: Node, apart_from: Node, needed: Set[Node]) -> bool:
+    """Whether a generated kernel of the backward reads a value for something else, too."""
+    seen, frontier = {apart_from}, list(source.users)
+    while frontier:
+        user = frontier.pop()
+        if user in seen:
+            continue
+        seen.add(user)
+        if user in problem.only_backward:
+            if is_fusible(user) and not is_view(user):
+                return True
+        elif user in needed and is_recomputable(user):
             frontier.extend(user.users)
     return False
 
