@@ -27,6 +27,7 @@ from tests.lowering.codegen_nests import (
     HAND_WRITTEN,
     Case,
     channel_variances,
+    columns_of_parts,
     embedding,
     inputs_for,
     rows_added,
@@ -62,6 +63,12 @@ def check(case: Case, storages: dict[str, torch.Tensor], folder: Path, tolerance
 @pytest.mark.parametrize("name", HAND_WRITTEN)
 def test_hand_written_nests(name: str, folder: Path) -> None:
     check(HAND_WRITTEN[name], inputs_for(HAND_WRITTEN[name]), folder, 1e-4 if "many_rows" in name else 1e-5)
+
+
+def test_column_sums_that_load_ahead(folder: Path) -> None:
+    case = columns_of_parts(128, 128, 51)
+    check(case, inputs_for(case), folder)
+    assert "num_stages" in generate_triton(*case).text
 
 
 def test_sums_that_are_taken_along_with_their_maxima(folder: Path) -> None:

@@ -159,6 +159,9 @@ def test_tiles_follow_the_shape() -> None:
     assert tiling(norm_weight_gradients(8192, 768)).x_block == 32
     assert tiling(columns_of_parts(16, 768, 512)).y_axes == (0,)
     assert tiling(columns_of_parts(16, 769, 512)).y_axes == ()
+    ahead = tiling(columns_of_parts(128, 128, 512))
+    assert (ahead.x_block, ahead.r_block, ahead.blocks_in_flight) == (64, 16, 3)
+    assert tiling(columns_of_parts(64, 128, 512)).blocks_in_flight == 1  # few programs
     both = tiling(transposed_sums(8192, 768))
     assert both.x_block == 32 and both.r_block >= 32
     assert tiling(scaled_columns(16_384, 64)).x_block == 2048

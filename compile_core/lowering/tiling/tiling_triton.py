@@ -13,8 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from gradsplit.compile_core.ir.loops import Load, LoopNest, Store
+from gradsplit.compile_core.ir.loops import Access, Load, LoopNest, Store
 from gradsplit.compile_core.lowering.nests.order_axes import parallel_axes
+from gradsplit.compile_core.lowering.nests.passes import analyse
 from gradsplit.compile_core.lowering.tiling.tiling_cpp import is_transposed
 
 _POINTWISE_TILE = 1024
@@ -25,6 +26,11 @@ _COLUMN_SIDE = 32
 # A sector of float32: narrower ones read in vain.
 _NARROWEST_COLUMNS = 8
 _TRANSPOSED_SIDE = 32
+# Of column sums that load ahead: a block is a line of memory wide in 16 bits, and what is ahead leaves room in a
+# processor's memory for many programs.
+_AHEAD_COLUMNS, _AHEAD_ROWS = 64, 16
+_BLOCKS_IN_FLIGHT = 3
+_BYTES_IN_FLIGHT = 1 << 14
 # Elements times live values that the registers of one program hold without spilling.
 _PERSISTENT_BUDGET = 32768
 _WANTED_PROGRAMS = 256
@@ -46,6 +52,7 @@ class GpuTiling:
         x_block, y_block, r_block: sides of the tile, powers of two; 1 where there is no such side.
         persistent: whether ``r_block`` covers the reduced space.
         num_warps: warps of a program.
+        blocks_in_flight: of R, how many are loaded or worked on at once.
     """
 
     x_axes: tuple[int, ...]
@@ -55,6 +62,7 @@ class GpuTiling:
     r_block: int
     persistent: bool
     num_warps: int
+    blocks_in_flight: int = 1
 
 
 def tile_for_gpu(nest: LoopNest) -> GpuTiling:
@@ -131,21 +139,47 @@ def _tile_reduction(nest: LoopNest) -> GpuTiling:
     # Many rows a program are only worth it while there are programs enough.
     while x_block > narrowest and -(-rows // x_block) < _WANTED_PROGRAMS:
         x_block //= 2
+    in_flight = 1
+    if by_column and _may_load_ahead(nest):
+        x_block, r_block = _AHEAD_COLUMNS, _AHEAD_ROWS
+        persistent, in_flight = False, _BLOCKS_IN_FLIGHT
     warps = max(1, min(16, power_of_two(x_block * r_block) // 256))
     outer = parallel - 1
     if by_column and outer > 0 and nest.extents[outer] % x_block == 0:
         # The columns of parts of a matrix: which part is a number, not a tensor, and so are addresses of its rows.
-        return GpuTiling((outer,), tuple(range(outer)), x_block, 1, r_block, persistent, warps)
-    return GpuTiling(tuple(range(parallel)), (), x_block, 1, r_block, persistent, warps)
+        return GpuTiling((outer,), tuple(range(outer)), x_block, 1, r_block, persistent, warps, in_flight)
+    return GpuTiling(tuple(range(parallel)), (), x_block, 1, r_block, persistent, warps, in_flight)
+
+
+def _may_load_ahead(nest: LoopNest) -> bool:
+    """Whether a column sum's next blocks are loaded while it works on one.
+
+    Sums of two matrices' columns, alone and after an activation's gradient, took a tenth less time so. What comes to
+    its rows again after a sum holds them instead.
+    """
+    parallel = parallel_axes(nest)
+    rows, length = prod(nest.extents[:parallel]), prod(nest.extents[parallel:])
+    bytes_of_block = _AHEAD_COLUMNS * _AHEAD_ROWS * sum(_walking_loads(nest).values())
+    return (
+        _live_values(nest) > 2
+        and nest.extents[parallel - 1] % _AHEAD_COLUMNS == 0
+        and rows // _AHEAD_COLUMNS >= _WANTED_PROGRAMS
+        and length >= _BLOCKS_IN_FLIGHT * _AHEAD_ROWS
+        and bytes_of_block * (_BLOCKS_IN_FLIGHT - 1) <= _BYTES_IN_FLIGHT
+        and sum(step.walks for step in analyse(nest, 0).passes) == 1
+    )
 
 
 def _live_values(nest: LoopNest) -> int:
     """Roughly, how many values of the whole tile are live at once: those loaded, and one to work with."""
+    return 1 + len(_walking_loads(nest))
+
+
+def _walking_loads(nest: LoopNest) -> dict[Access, int]:
+    """Those that differ along the reduced space, with the bytes of what they yield."""
     reduced = range(parallel_axes(nest), len(nest.extents))
-    loads = {
-        s.access for s in nest.body if isinstance(s, Load) and any(s.access.strides[axis] for axis in reduced)
-    }
-    return 1 + len(loads)
+    loads = (s for s in nest.body if isinstance(s, Load))
+    return {s.access: s.dtype.itemsize for s in loads if any(s.access.strides[axis] for axis in reduced)}
 
 
 def _is_contiguous_along_parallel(nest: LoopNest) -> bool:

@@ -259,7 +259,10 @@ class TritonWriter:
                 loop += [*reduction.elements(), *reduction.combined()]
             else:
                 loop += self.statement(n)
-        head = f"for r_start in range({start}, {stop}, {self.tiling.r_block}):"
+        blocks = f"{start}, {stop}, {self.tiling.r_block}"
+        ahead = self.tiling.blocks_in_flight
+        steps = f"tl.range({blocks}, num_stages={ahead})" if ahead > 1 else f"range({blocks})"
+        head = f"for r_start in {steps}:"
         return [head, *(f"    {line}" for line in loop)]
 
     def _reduction(self, n: int, statement: Reduce) -> TileReduction | OnlineSum:
