@@ -56,6 +56,16 @@ def under_checkpoint(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return checkpoint(attend(expanded), query, key, value, use_reentrant=False)
 
 
+def one_head(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    key, value = (x[:, :, :1].transpose(1, 2) for x in (key, value))
+    return scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def one_batch(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    key, value = (x[:1, :, :1].transpose(1, 2) for x in (key, value))
+    return scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
 def with_mask(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     key, value = (expanded(x.transpose(1, 2)) for x in (key, value))
     return scaled_dot_product_attention(query, key, value, attn_mask=query[:, :1] @ key[:, :1].mT > 0)
@@ -89,8 +99,8 @@ def kernels_take_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouped_heads, "takes_groups", lambda *given: True)
 
 
-GROUPED = [attend(expanded), attend(interleaved), attend(repeated_by_method), under_checkpoint]
-LEFT = [attend(in_turns), attend(of_others), attend(changed_later), with_mask]
+GROUPED = [attend(expanded), attend(interleaved), attend(repeated_by_method), under_checkpoint, one_head]
+LEFT = [attend(in_turns), attend(of_others), attend(changed_later), one_batch, with_mask]
 
 
 @pytest.mark.parametrize("function", GROUPED)

@@ -1,7 +1,9 @@
 """Attention of queries in groups reads each key and value once, where the program repeats them for every query.
 
 Models with fewer heads of keys than of queries often repeat them in the program, since not all of torch's kernels take
-groups. Where one does, the repeated tensors only cost memory, and their gradients a sum over each group.
+groups. Where one does, the repeated tensors only cost memory, and their gradients a sum over each group. One head of
+keys for all queries may be given as it is: it is broadcast, but torch's fused kernels do not take it so and the scores
+come to lie in memory.
 """
 
 from __future__ import annotations
@@ -68,22 +70,27 @@ def _changes(node: Node, keep_random_numbers: bool) -> dict[str, Any]:
     arguments = attention_arguments(node)
     if arguments.get("attn_mask") is not None or arguments.get("enable_gqa", False):
         return {}
-    key, value = _before_repetition(arguments["key"]), _before_repetition(arguments["value"])
+    key, value = (_of_groups(arguments[name], arguments["query"]) for name in ("key", "value"))
     if key is None or value is None or _shape(key)[1] != _shape(value)[1]:
         return {}
     dropout_p, is_causal = arguments.get("dropout_p", 0.0), arguments.get("is_causal", False)
     if dropout_p and keep_random_numbers:
         return {}
     result = TensorSpec.of(node.meta["example_value"])
-    tensors = (
-        arguments["query"].meta["example_value"],
-        key.meta["example_value"],
-        value.meta["example_value"],
-    )
+    # Autocast has attention compute in the dtype of the result.
+    examples = (each.meta["example_value"] for each in (arguments["query"], key, value))
+    tensors = tuple(example.to(result.dtype) for example in examples)
     if result.is_open or not result.is_dense or not takes_groups(*tensors, dropout_p, is_causal):
         return {}
     strides = arguments.get("strides", result.stride)
     return {"key": key, "value": value, "enable_gqa": True, "strides": strides}
+
+
+def _of_groups(node: Node, query: Node) -> Node | None:
+    """The keys or values of the groups of a query's heads, if they are fewer than the heads."""
+    if _is_tensor(node, 4) and _is_tensor(query, 4) and _shape(node)[1] == 1 < _shape(query)[1]:
+        return node if _shape(node)[0] == _shape(query)[0] else None
+    return _before_repetition(node)
 
 
 def _before_repetition(node: Node) -> Node | None:
