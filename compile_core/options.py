@@ -221,6 +221,13 @@ class CompileOptions:
             "generated kernels from seeds that torch's generator gives"
         ),
     )
+    freezing: bool = field(
+        default=False,
+        metadata=_flag(
+            "where gradients are off, compute what depends on parameters and buffers alone once and keep it, with batch "
+            "norms folded into the weights before them; compute it again where they are seen to have changed"
+        ),
+    )
     linked_results: bool = field(
         default=False,
         metadata=_flag(

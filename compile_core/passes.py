@@ -13,16 +13,18 @@ from typing import Generic, TypeVar
 import torch
 from torch.fx import GraphModule
 
+from gradsplit.compile_core.autograd.captured_graphs.fold_batch_norms import fold_batch_norms
 from gradsplit.compile_core.autograd.captured_graphs.grouped_heads import group_heads
 from gradsplit.compile_core.autograd.captured_graphs.known_masks import simplify_masks
 from gradsplit.compile_core.autograd.captured_graphs.open_probabilities import draw_uniform
 from gradsplit.compile_core.autograd.rewrites.absent_gradients import keep_absent_apart
 from gradsplit.compile_core.autograd.rewrites.chunk_rows import chunk_rows
+from gradsplit.compile_core.autograd.rewrites.fold_parameters import fold_parameters
 from gradsplit.compile_core.autograd.rewrites.pad_products import pad_products
 from gradsplit.compile_core.autograd.rewrites.random_to_counters import random_to_counters
 from gradsplit.compile_core.ir.graphs import JointGraph
 from gradsplit.compile_core.ir.loops import LoopProgram
-from gradsplit.compile_core.ir.print_graph import print_graph
+from gradsplit.compile_core.ir.print_graph import print_graph, print_joint
 from gradsplit.compile_core.ir.print_loops import print_program
 from gradsplit.compile_core.ir.schedule import Compute
 from gradsplit.compile_core.ir.verify_graphs import verify_joint
@@ -52,11 +54,13 @@ class GraphChoices:
         makes_random_numbers: regions draw their own random numbers, which need not be torch's.
         pads_products: the sides of matrix products are padded to what tensor cores take.
         chunk_bytes: of how many bytes of a product a loss is computed at a time; 0 for all of them.
+        held: positions of the inputs that stay as they are between calls.
     """
 
     makes_random_numbers: bool
     pads_products: bool
     chunk_bytes: int = 0
+    held: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,11 @@ CAPTURED_PASSES: Sequence[Pass[GraphModule, GraphChoices]] = (
     Pass("open_probabilities", lambda module, choices: draw_uniform(module)),
     Pass("known_masks", lambda module, choices: simplify_masks(module, not choices.makes_random_numbers)),
     Pass("grouped_heads", lambda module, choices: group_heads(module, not choices.makes_random_numbers)),
+    Pass(
+        "fold_batch_norms",
+        lambda module, choices: fold_batch_norms(module, choices.held),
+        when=lambda choices: bool(choices.held),
+    ),
 )
 
 # After stage 2, on forward and backward together.
@@ -112,6 +121,12 @@ JOINT_PASSES: Sequence[Pass[JointGraph, GraphChoices]] = (
         "chunk_rows",
         lambda joint, choices: chunk_rows(joint, choices.chunk_bytes),
         when=lambda choices: choices.chunk_bytes > 0,
+    ),
+    # After all that may compute something of parameters.
+    Pass(
+        "fold_parameters",
+        lambda joint, choices: fold_parameters(joint, choices.held),
+        when=lambda choices: bool(choices.held),
     ),
 )
 
@@ -171,7 +186,9 @@ def run_passes(
 def _print(graph: GraphModule | JointGraph | LoopProgram) -> str:
     if isinstance(graph, LoopProgram):
         return print_program(graph)
-    return print_graph(graph.module if isinstance(graph, JointGraph) else graph)
+    if isinstance(graph, JointGraph):
+        return print_joint(graph)
+    return print_graph(graph)
 
 
 def _verify(graph: GraphModule | JointGraph | LoopProgram) -> None:

@@ -19,11 +19,13 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from gradsplit.compile_core import config
 from gradsplit.compile_core.autograd.bound_graphs.bind import BoundGraph, bind_autograd
 from gradsplit.compile_core.autograd.bound_graphs.double_backward import differentiable_backward
+from gradsplit.compile_core.autograd.bound_graphs.folded_graph import FoldedGraph, FoldedParameters
 from gradsplit.compile_core.autograd.bound_graphs.stored_gradients import StoredGradients
 from gradsplit.compile_core.autograd.bound_graphs.updated_inputs import updated_inputs, updating
 from gradsplit.compile_core.autograd.captured_graphs.cut_around import cut_around
 from gradsplit.compile_core.autograd.captured_graphs.cut_at_results import cut_at_results
 from gradsplit.compile_core.autograd.captured_graphs.fake_values import note_fake_values
+from gradsplit.compile_core.autograd.captured_graphs.held_inputs import held_inputs, may_change_uncounted
 from gradsplit.compile_core.autograd.captured_graphs.pieces import Piece, link_pieces
 from gradsplit.compile_core.autograd.captured_graphs.unnoticed_changes import refuse_changes_of_what_is_saved
 from gradsplit.compile_core.autograd.partitioning.partition import partition
@@ -126,8 +128,11 @@ def compile_graph(
     """Stages 2 to 8: a captured graph becomes a callable of its inputs; see ``compile_module``."""
     examples = [entry.example for entry in captured.inputs]
     options = replace(options, **captured.required_options)
+    # Limit: a planner's parameters get gradients.
+    is_frozen = options.freezing and planner is None
+    held = held_inputs(captured.inputs, inputs) if is_frozen else frozenset[int]()
     return compile_module(
-        captured.module, examples, inputs, backend=backend, options=options, planner=planner
+        captured.module, examples, inputs, backend=backend, options=options, planner=planner, held=held
     )
 
 
@@ -139,6 +144,7 @@ def compile_module(
     backend: Backend,
     options: CompileOptions,
     planner: SchedulePlanner | None = None,
+    held: frozenset[int] = frozenset(),
 ) -> Callable[..., Sequence[torch.Tensor]]:
     """Stages 2 to 8 for a graph of torch-level operations that returns a flat tuple of tensors.
 
@@ -149,6 +155,7 @@ def compile_module(
         examples: a fake tensor for each placeholder, or a SymInt or float for a number. Whoever calls the result sees
             to the conditions that the stages add to the ShapeEnv of open sizes.
         inputs: the real tensors and numbers of the first call.
+        held: positions of those that stay as they are from call to call.
 
     Raises:
         Exception: what the backend raises, unless ``config.suppress_errors``.
@@ -165,7 +172,9 @@ def compile_module(
         pieces = cut_at_results(module, examples) if options.linked_results else []
         if len(pieces) > 1:
             return compile_pieces(module, pieces, backend=backend, options=options)
-        return compile_stages(module, examples, inputs, backend=backend, options=options, planner=planner)
+        return compile_stages(
+            module, examples, inputs, backend=backend, options=options, planner=planner, held=held
+        )
     except (Unsupported, GuardOnDataDependentSymNode) as reason:
         # Limit: a planner's graph is one, of which it knows all parameters.
         if _is_failed_trace(reason) and planner is None and isinstance(backend, RegionBackend):
@@ -229,12 +238,13 @@ def compile_stages(
     backend: RegionBackend,
     options: CompileOptions,
     planner: SchedulePlanner | None,
-) -> CompiledGraph | GraphOfManySizes:
+    held: frozenset[int] = frozenset(),
+) -> CompiledGraph | GraphOfManySizes | FoldedGraph:
     """The stages proper; see ``compile_module``."""
     dump = StageDump(options.text_folder, options.diagram_folder)
     dump("captured", print_graph, module)
     backend.prepare(device_type_of(examples))
-    joint, choices = _trace(module, examples, backend, options, dump)
+    joint, choices = _trace(module, examples, backend, options, dump, held)
     dump("joint", print_graph, joint.module, "aot_graphs")
     if options.verify:
         verify_joint(joint)
@@ -245,6 +255,11 @@ def compile_stages(
             graph = partition(joint, options.activation_memory_budget)
         if options.verify:
             verify_partition(joint, graph)
+
+    count, parameters = len(inputs), None
+    if joint.folded is not None:
+        parameters = FoldedParameters(joint.folded, may_change_uncounted)
+        inputs = [*inputs, *parameters.values_for(inputs)]
 
     again = differentiable_backward(module, joint) if options.double_backward and joint.tangents else None
     floats: frozenset[int] = frozenset()
@@ -295,11 +310,19 @@ def compile_stages(
         bound = bind_autograd(graph, run_forward, run_backward, again, updated, stored)
         return CompiledGraph(bound, forward, backward, graph)
 
+    run: CompiledGraph | GraphOfManySizes
     if not graph_by_graph:
-        return replace(compile_programs(graph, inputs), floats=floats)
-    programs = GraphOfManySizes(graph, compile_programs, floats, module, must_compile=planner is not None)
-    programs.compiled_for(inputs)
-    return programs
+        run = replace(compile_programs(graph, inputs), floats=floats)
+    else:
+        run = GraphOfManySizes(
+            graph,
+            compile_programs,
+            floats,
+            lambda *given: module(*given[:count]),
+            must_compile=planner is not None,
+        )
+        run.compiled_for(inputs)
+    return run if parameters is None else FoldedGraph(run, parameters)
 
 
 def _trace(
@@ -308,6 +331,7 @@ def _trace(
     backend: RegionBackend,
     options: CompileOptions,
     dump: StageDump,
+    held: frozenset[int] = frozenset(),
 ) -> tuple[JointGraph, GraphChoices]:
     """Stage 2 with the passes before it, and what decides on those after it."""
     decompositions = backend.decompositions(device_type_of(examples), options)
@@ -315,6 +339,7 @@ def _trace(
         makes_random_numbers=backend.makes_random_numbers and not options.fallback_random,
         pads_products=backend.aligns_products and options.shape_padding,
         chunk_bytes=options.chunk_bytes if backend.keeps_order else 0,
+        held=held,
     )
     if choices.makes_random_numbers:
         decompositions = {**decompositions, **random_decompositions.DECOMPOSITIONS}

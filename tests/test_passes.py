@@ -20,7 +20,7 @@ from gradsplit.compile_core.autograd.trace_joint import trace_joint
 from gradsplit.compile_core.autograd.tracing import random_decompositions
 from gradsplit.compile_core.ir.graphs import JointGraph
 from gradsplit.compile_core.ir.loops import LoopProgram
-from gradsplit.compile_core.ir.print_graph import print_graph
+from gradsplit.compile_core.ir.print_graph import print_graph, print_joint
 from gradsplit.compile_core.ir.print_loops import print_program
 from gradsplit.compile_core.ir.schedule import Compute
 from gradsplit.compile_core.lowering.decompositions.decomposition_table import decomposition_table
@@ -83,6 +83,20 @@ def open_probabilities() -> Any:
     return captured_in(drop, (torch.ones(3), 0.5), (torch.ones(3), 0.25)), GRAPHS
 
 
+def fold_batch_norms() -> Any:
+    model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 1, bias=False), torch.nn.BatchNorm2d(3)).eval()
+    with torch.no_grad():
+        module = captured_in(model, (torch.ones(1, 2, 4, 4),))
+    return module, replace(GRAPHS, held=frozenset(range(1, 6)))
+
+
+def fold_parameters() -> Any:
+    def program(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return x @ weight.bfloat16().t(), weight.sin()
+
+    return joint_of(program, torch.ones(2, 3).bfloat16(), torch.ones(4, 3)), replace(GRAPHS, held={1})
+
+
 def captured_in(program: Callable[..., Any], *calls: tuple[Any, ...]) -> Any:
     """The graph that the last of these calls has captured."""
     seen: list[Any] = []
@@ -142,10 +156,12 @@ EXAMPLES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "open_probabilities": open_probabilities,
     "known_masks": known_masks,
     "grouped_heads": grouped_heads,
+    "fold_batch_norms": fold_batch_norms,
     "absent_gradients": absent_gradients,
     "random_to_counters": random_to_counters,
     "pad_products": pad_products,
     "chunk_rows": chunk_rows,
+    "fold_parameters": fold_parameters,
     "choose_gemm": lambda: loops_of(torch.mm, torch.ones(4, 5), torch.ones(5, 6)),
     "fuse": lambda: loops_of(lambda a, b: ((a * b).sum(1), a.sin()), torch.ones(4, 5), torch.ones(4, 5)),
     "join_column_sums": lambda: (on(GPU, norm_backward()), None),
@@ -166,7 +182,7 @@ def test_every_pass_has_an_example() -> None:
 def shown(graph: Any) -> str:
     if isinstance(graph, LoopProgram):
         return print_program(graph)
-    return print_graph(graph.module if isinstance(graph, JointGraph) else graph)
+    return print_joint(graph) if isinstance(graph, JointGraph) else print_graph(graph)
 
 
 @pytest.mark.parametrize("row", [*CAPTURED_PASSES, *JOINT_PASSES, *LOOP_PASSES], ids=lambda row: row.name)

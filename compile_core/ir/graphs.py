@@ -139,6 +139,19 @@ def replaced_inputs(signature: GraphSignature) -> dict[int, int]:
 
 
 @dataclass(frozen=True)
+class FoldedValues:
+    """What a graph would compute of its parameters alone in each call, as a graph of its own.
+
+    Attributes:
+        module: takes some primals and returns a flat tuple of tensors.
+        inputs: the positions of those primals.
+    """
+
+    module: torch.fx.GraphModule
+    inputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class JointGraph:
     """Forward and backward in one functional graph.
 
@@ -152,6 +165,7 @@ class JointGraph:
         unnoticed_inputs: positions of the primals in whose memory no operation of plain PyTorch saves anything, so that
             it does not notice when they are changed before the backward.
         unnoticed_outputs: positions of such outputs of the graph.
+        folded: what is computed apart from the calls; its values are the last primals.
     """
 
     module: torch.fx.GraphModule
@@ -161,6 +175,7 @@ class JointGraph:
     signature: GraphSignature
     unnoticed_inputs: frozenset[int] = frozenset()
     unnoticed_outputs: frozenset[int] = frozenset()
+    folded: FoldedValues | None = None
 
 
 @dataclass(frozen=True)

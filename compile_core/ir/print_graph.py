@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
+from gradsplit.compile_core.ir.graphs import JointGraph
 from gradsplit.compile_core.ir.numbers import SYMBOLIC_NUMBERS
+from gradsplit.compile_core.ir.regions import graph_results
 from gradsplit.compile_core.ir.schedule import Schedule
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
@@ -13,6 +15,14 @@ from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 def print_graph(module: GraphModule) -> str:
     """One line a node: name, what it holds, operator and arguments."""
     return "\n".join(_print_node(node) for node in module.graph.nodes) + "\n"
+
+
+def print_joint(joint: JointGraph) -> str:
+    """The joint graph, after what is computed apart from its calls."""
+    if joint.folded is None:
+        return print_graph(joint.module)
+    values = joint.primals[len(joint.primals) - len(graph_results(joint.folded.module)) :]
+    return f"{print_graph(joint.folded.module)}once: {', '.join(values)}\n{print_graph(joint.module)}"
 
 
 def print_schedule(schedule: Schedule) -> str:

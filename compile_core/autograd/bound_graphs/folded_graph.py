@@ -1,0 +1,190 @@
+"""A compiled graph that gets what is computed of its parameters alone from here: once, and again when they change.
+
+Parameters are what they were when the values were computed if they are the same tensors, in the same memory, and
+autograd has counted no change of them. Three changes it does not count, and each is noticed otherwise: a batch norm in
+training changes its running statistics, which are compared with copies of them; fused optimizers change parameters, and
+all optimizers tell when they have made a step; ``parameter.data = ...`` gives a parameter other memory, which is told
+from the old by its storage, since a freed address may come again. Not to be noticed are changes in place through what
+shares the memory without autograd's knowledge: ``parameter.data.mul_(2)``, an array of NumPy, another process, a CUDA
+graph of the user's.
+
+A changed parameter's values are computed again into the memory where they were, so a CUDA graph that reads them there
+goes on to be right. Each set of parameters has values of its own (equal layers of a model share their program), which
+go when one of the parameters does.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from gradsplit.compile_core.ir.graphs import FoldedValues
+from gradsplit.compile_core.ir.kept_calls import in_layout
+from gradsplit.compile_core.ir.regions import graph_results
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.torch_facts.apart_from_torch_compile import DISABLED
+from gradsplit.compile_core.torch_facts.torch_switches import without_autocast
+
+
+class FoldedGraph:
+    """Called with a graph's inputs, it runs ``run`` with these and the values.
+
+    Args:
+        run: the compiled graph.
+        parameters: gives the values.
+    """
+
+    def __init__(self, run: Callable[..., Any], parameters: FoldedParameters) -> None:
+        self.run = run
+        self._parameters = parameters
+
+    @property
+    def programs(self) -> Any:
+        return self.run.programs  # type: ignore[attr-defined]
+
+    def __call__(self, *inputs: Any) -> Sequence[Tensor]:
+        return self.run(*inputs, *self._parameters.values_for(inputs))
+
+
+class FoldedParameters:
+    """The values, for each set of parameters that comes.
+
+    Args:
+        folded: how they are computed.
+        may_change_uncounted: whether a parameter is to be compared with what it was.
+    """
+
+    def __init__(self, folded: FoldedValues, may_change_uncounted: Callable[[Tensor], bool]) -> None:
+        self._compute = folded.module.forward
+        self._inputs = folded.inputs
+        self._specs = [TensorSpec.of(node.meta["val"]) for node in graph_results(folded.module) if node]
+        self._may_change_uncounted = may_change_uncounted
+        self._lock = threading.Lock()
+        self._kept: dict[tuple[int, ...], _Kept] = {}
+        _living.add(self)
+        _hear_of_optimizers()
+
+    def values_for(self, inputs: Sequence[Any]) -> Sequence[Tensor]:
+        """The values for these inputs of the graph."""
+        given = [inputs[position] for position in self._inputs]
+        key = tuple(map(id, given))
+        kept = self._kept.get(key)
+        if kept is None or not kept.state.holds(given):
+            kept = self._computed(key, given)
+        return kept.values
+
+    def note_changes(self, tensors: Set[int]) -> None:
+        """Those with these ids have changed."""
+        for key, kept in list(self._kept.items()):
+            if not tensors.isdisjoint(key):
+                kept.state.is_over = True
+
+    def _computed(self, key: tuple[int, ...], given: list[Tensor]) -> _Kept:
+        with self._lock:
+            kept = self._kept.get(key)
+            if kept is not None and kept.state.holds(given):
+                return kept  # another thread was here first
+            # Before the values: what changes meanwhile is found to differ.
+            state = _State(given, self._may_change_uncounted)
+            values = self._run(given)
+            if kept is not None:
+                # A CUDA graph may read them where they are.
+                with torch.no_grad():
+                    for old, new in zip(kept.values, values, strict=True):
+                        old.copy_(new)
+                kept.state = state
+                return kept
+            forget = partial(_forget, weakref.ref(self), key)
+            self._kept[key] = kept = _Kept(values, state, [weakref.ref(tensor, forget) for tensor in given])
+            return kept
+
+    def _run(self, given: Sequence[Tensor]) -> Sequence[Tensor]:
+        with torch.inference_mode(False), torch.no_grad(), without_autocast():
+            values = self._compute(*given)
+            memory = {tensor.untyped_storage()._cdata for tensor in given}
+            return [
+                _own(in_layout(value, spec), memory) for value, spec in zip(values, self._specs, strict=True)
+            ]
+
+
+class _State:
+    """What parameters were when their values were computed.
+
+    Attributes:
+        is_over: a change was told of.
+    """
+
+    def __init__(self, given: Sequence[Tensor], may_change_uncounted: Callable[[Tensor], bool]) -> None:
+        self.is_over = False
+        # The memory is not held, but no other storage gets the address of one.
+        self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in given]
+        self._memory = [*map(_memory_of, given)]
+        self._versions = [*map(_version_of, given)]
+        self._compared = [
+            (k, tensor.detach().clone()) for k, tensor in enumerate(given) if may_change_uncounted(tensor)
+        ]
+
+    def holds(self, given: Sequence[Tensor]) -> bool:
+        """Whether they still are; the tensors are known to be the same."""
+        return (
+            not self.is_over
+            and [*map(_version_of, given)] == self._versions
+            and [*map(_memory_of, given)] == self._memory
+            and all(torch.equal(given[k], before) for k, before in self._compared)
+        )
+
+
+@dataclass
+class _Kept:
+    """Values, what they were computed from, and references to the parameters that end with these."""
+
+    values: Sequence[Tensor]
+    state: _State
+    parameters: Sequence[weakref.ref[Tensor]]
+
+
+def _version_of(tensor: Tensor) -> object:
+    return object() if tensor.is_inference() else tensor._version
+
+
+def _memory_of(tensor: Tensor) -> tuple[int, int]:
+    return tensor.untyped_storage()._cdata, tensor.data_ptr()
+
+
+def _own(value: Tensor, memory: Set[int]) -> Tensor:
+    """The value in memory that no parameter lies in."""
+    return value.clone() if value.untyped_storage()._cdata in memory else value
+
+
+def _forget(parameters: weakref.ref[FoldedParameters], key: tuple[int, ...], dead: Any) -> None:
+    living = parameters()
+    if living is not None:
+        living._kept.pop(key, None)
+
+
+_living: weakref.WeakSet[FoldedParameters] = weakref.WeakSet()
+
+
+@cache
+def _hear_of_optimizers() -> None:
+    """Fused optimizers change parameters without that autograd counts it."""
+    register_optimizer_step_post_hook(_note_step)
+
+
+def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    changed = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+    for parameters in list(_living):
+        parameters.note_changes(changed)
+
+
+# A compiled step ends its graph here.
+setattr(_note_step, DISABLED, True)
