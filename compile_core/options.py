@@ -224,8 +224,8 @@ class CompileOptions:
     freezing: bool = field(
         default=False,
         metadata=_flag(
-            "where gradients are off, compute what depends on parameters and buffers alone once and keep it, with batch "
-            "norms folded into the weights before them; compute it again where they are seen to have changed"
+            "where gradients are off, compute what depends on parameters and buffers alone once and keep it, with "
+            "batch norms folded into the weights before them; compute it again where they are seen to have changed"
         ),
     )
     linked_results: bool = field(

@@ -25,7 +25,7 @@ from gradsplit.compile_core.autograd.bound_graphs.updated_inputs import updated_
 from gradsplit.compile_core.autograd.captured_graphs.cut_around import cut_around
 from gradsplit.compile_core.autograd.captured_graphs.cut_at_results import cut_at_results
 from gradsplit.compile_core.autograd.captured_graphs.fake_values import note_fake_values
-from gradsplit.compile_core.autograd.captured_graphs.held_inputs import held_inputs, may_change_uncounted
+from gradsplit.compile_core.autograd.captured_graphs.held_inputs import held_inputs, is_compared
 from gradsplit.compile_core.autograd.captured_graphs.pieces import Piece, link_pieces
 from gradsplit.compile_core.autograd.captured_graphs.unnoticed_changes import refuse_changes_of_what_is_saved
 from gradsplit.compile_core.autograd.partitioning.partition import partition
@@ -258,7 +258,7 @@ def compile_stages(
 
     count, parameters = len(inputs), None
     if joint.folded is not None:
-        parameters = FoldedParameters(joint.folded, may_change_uncounted)
+        parameters = FoldedParameters(joint.folded, is_compared)
         inputs = [*inputs, *parameters.values_for(inputs)]
 
     again = differentiable_backward(module, joint) if options.double_backward and joint.tangents else None

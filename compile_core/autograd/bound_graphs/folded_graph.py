@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import cache, partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ from gradsplit.compile_core.ir.regions import graph_results
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 from gradsplit.compile_core.torch_facts.apart_from_torch_compile import DISABLED
 from gradsplit.compile_core.torch_facts.torch_switches import without_autocast
+
+_version, _storage = attrgetter("_version"), attrgetter("_cdata")
 
 
 class FoldedGraph:
@@ -60,14 +63,14 @@ class FoldedParameters:
 
     Args:
         folded: how they are computed.
-        may_change_uncounted: whether a parameter is to be compared with what it was.
+        is_compared: whether a parameter is to be compared with what it was, since not all changes are counted.
     """
 
-    def __init__(self, folded: FoldedValues, may_change_uncounted: Callable[[Tensor], bool]) -> None:
+    def __init__(self, folded: FoldedValues, is_compared: Callable[[Tensor], bool]) -> None:
         self._compute = folded.module.forward
         self._inputs = folded.inputs
         self._specs = [TensorSpec.of(node.meta["val"]) for node in graph_results(folded.module) if node]
-        self._may_change_uncounted = may_change_uncounted
+        self._is_compared = is_compared
         self._lock = threading.Lock()
         self._kept: dict[tuple[int, ...], _Kept] = {}
         _living.add(self)
@@ -78,7 +81,7 @@ class FoldedParameters:
         given = [inputs[position] for position in self._inputs]
         key = tuple(map(id, given))
         kept = self._kept.get(key)
-        if kept is None or not kept.state.holds(given):
+        if kept is None or not kept.is_right_for(given):
             kept = self._computed(key, given)
         return kept.values
 
@@ -86,16 +89,18 @@ class FoldedParameters:
         """Those with these ids have changed."""
         for key, kept in list(self._kept.items()):
             if not tensors.isdisjoint(key):
-                kept.state.is_over = True
+                kept.state = None
 
     def _computed(self, key: tuple[int, ...], given: list[Tensor]) -> _Kept:
         with self._lock:
             kept = self._kept.get(key)
-            if kept is not None and kept.state.holds(given):
+            if kept is not None and kept.is_right_for(given):
                 return kept  # another thread was here first
             # Before the values: what changes meanwhile is found to differ.
-            state = _State(given, self._may_change_uncounted)
+            state = _State(given, self._is_compared) if _can_be_kept(given) else None
             values = self._run(given)
+            if state is None:
+                return _Kept(values, None, ())
             if kept is not None:
                 # A CUDA graph may read them where they are.
                 with torch.no_grad():
@@ -104,60 +109,66 @@ class FoldedParameters:
                 kept.state = state
                 return kept
             forget = partial(_forget, weakref.ref(self), key)
-            self._kept[key] = kept = _Kept(values, state, [weakref.ref(tensor, forget) for tensor in given])
+            kept = _Kept(values, state, [weakref.ref(tensor, forget) for tensor in given])
+            self._kept[key] = kept
             return kept
 
     def _run(self, given: Sequence[Tensor]) -> Sequence[Tensor]:
         with torch.inference_mode(False), torch.no_grad(), without_autocast():
             values = self._compute(*given)
-            memory = {tensor.untyped_storage()._cdata for tensor in given}
+            memory = {*map(_storage, map(Tensor.untyped_storage, given))}
             return [
                 _own(in_layout(value, spec), memory) for value, spec in zip(values, self._specs, strict=True)
             ]
 
 
 class _State:
-    """What parameters were when their values were computed.
+    """What parameters were when their values were computed."""
 
-    Attributes:
-        is_over: a change was told of.
-    """
-
-    def __init__(self, given: Sequence[Tensor], may_change_uncounted: Callable[[Tensor], bool]) -> None:
-        self.is_over = False
+    def __init__(self, given: Sequence[Tensor], is_compared: Callable[[Tensor], bool]) -> None:
         # The memory is not held, but no other storage gets the address of one.
-        self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in given]
-        self._memory = [*map(_memory_of, given)]
-        self._versions = [*map(_version_of, given)]
-        self._compared = [
-            (k, tensor.detach().clone()) for k, tensor in enumerate(given) if may_change_uncounted(tensor)
-        ]
+        self._references = [StorageWeakRef(tensor.untyped_storage()) for tensor in given]
+        self._storages = [reference.cdata for reference in self._references]
+        self._addresses = [*map(Tensor.data_ptr, given)]
+        self._versions = [*map(_version, given)]
+        self._compared = [k for k, tensor in enumerate(given) if is_compared(tensor)]
+        self._before = self._joined(given)
 
     def holds(self, given: Sequence[Tensor]) -> bool:
         """Whether they still are; the tensors are known to be the same."""
         return (
-            not self.is_over
-            and [*map(_version_of, given)] == self._versions
-            and [*map(_memory_of, given)] == self._memory
-            and all(torch.equal(given[k], before) for k, before in self._compared)
+            [*map(_version, given)] == self._versions
+            and [*map(_storage, map(Tensor.untyped_storage, given))] == self._storages
+            and [*map(Tensor.data_ptr, given)] == self._addresses
+            and (self._before is None or torch.equal(self._joined(given), self._before))
         )
+
+    def _joined(self, given: Sequence[Tensor]) -> Any:
+        """What is to be compared, in one tensor: a call of torch for each would take longer than all other tests."""
+        return torch.cat([given[k] for k in self._compared]) if self._compared else None
 
 
 @dataclass
 class _Kept:
-    """Values, what they were computed from, and references to the parameters that end with these."""
+    """Values, what they were computed from, and references to the parameters that end with these.
+
+    ``state`` is None once a change was told of.
+    """
 
     values: Sequence[Tensor]
-    state: _State
+    state: _State | None
     parameters: Sequence[weakref.ref[Tensor]]
 
+    def is_right_for(self, given: Sequence[Tensor]) -> bool:
+        return self.state is not None and self.state.holds(given)
 
-def _version_of(tensor: Tensor) -> object:
-    return object() if tensor.is_inference() else tensor._version
 
-
-def _memory_of(tensor: Tensor) -> tuple[int, int]:
-    return tensor.untyped_storage()._cdata, tensor.data_ptr()
+def _can_be_kept(given: Sequence[Tensor]) -> bool:
+    """Not of what is made in inference mode, which counts no changes, nor while a CUDA graph is captured: nothing is
+    computed then."""
+    if any(tensor.is_inference() for tensor in given):
+        return False
+    return not any(tensor.is_cuda for tensor in given) or not torch.cuda.is_current_stream_capturing()
 
 
 def _own(value: Tensor, memory: Set[int]) -> Tensor:

@@ -31,9 +31,14 @@ def _is_held(entry: GraphInput, real: Any) -> bool:
     if entry.is_open or real.is_inference() or real.layout != torch.strided or real.numel() == 0:
         return False
     # Elsewhere it would take a wait for the device to compare what they hold.
-    return real.device.type == "cpu" or entry.kind == "parameter" or not may_change_uncounted(real)
+    return entry.kind == "parameter" or real.device.type == "cpu" or not _may_be_a_statistic(real)
 
 
-def may_change_uncounted(tensor: Tensor) -> bool:
-    """Whether it may be a running statistic, a change of which by a batch norm torch does not count."""
+def is_compared(tensor: Tensor) -> bool:
+    """Whether what a held tensor holds is to be compared with what it held."""
+    return tensor.device.type == "cpu" and _may_be_a_statistic(tensor)
+
+
+def _may_be_a_statistic(tensor: Tensor) -> bool:
+    """Of running statistics torch does not count the changes that a batch norm makes."""
     return tensor.dim() == 1 and tensor.is_floating_point() and not tensor.requires_grad
