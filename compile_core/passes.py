@@ -20,6 +20,7 @@ from gradsplit.compile_core.autograd.captured_graphs.open_probabilities import d
 from gradsplit.compile_core.autograd.rewrites.absent_gradients import keep_absent_apart
 from gradsplit.compile_core.autograd.rewrites.chunk_rows import chunk_rows
 from gradsplit.compile_core.autograd.rewrites.fold_parameters import fold_parameters
+from gradsplit.compile_core.autograd.rewrites.pack_weights import pack_weights
 from gradsplit.compile_core.autograd.rewrites.pad_products import pad_products
 from gradsplit.compile_core.autograd.rewrites.random_to_counters import random_to_counters
 from gradsplit.compile_core.ir.graphs import JointGraph
@@ -55,12 +56,14 @@ class GraphChoices:
         pads_products: the sides of matrix products are padded to what tensor cores take.
         chunk_bytes: of how many bytes of a product a loss is computed at a time; 0 for all of them.
         held: positions of the inputs that stay as they are between calls.
+        packs_weights: those among them that are weights may get a layout that only torch's own kernels know.
     """
 
     makes_random_numbers: bool
     pads_products: bool
     chunk_bytes: int = 0
     held: frozenset[int] = frozenset()
+    packs_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,11 @@ JOINT_PASSES: Sequence[Pass[JointGraph, GraphChoices]] = (
         "chunk_rows",
         lambda joint, choices: chunk_rows(joint, choices.chunk_bytes),
         when=lambda choices: choices.chunk_bytes > 0,
+    ),
+    Pass(
+        "pack_weights",
+        lambda joint, choices: pack_weights(joint, choices.held),
+        when=lambda choices: choices.packs_weights and bool(choices.held),
     ),
     # After all that may compute something of parameters.
     Pass(

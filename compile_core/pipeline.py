@@ -131,6 +131,7 @@ def compile_graph(
     # Limit: a planner's parameters get gradients.
     is_frozen = options.freezing and planner is None
     held = held_inputs(captured.inputs, inputs) if is_frozen else frozenset[int]()
+    options = replace(options, freezing=bool(held))
     return compile_module(
         captured.module, examples, inputs, backend=backend, options=options, planner=planner, held=held
     )
@@ -340,6 +341,7 @@ def _trace(
         pads_products=backend.aligns_products and options.shape_padding,
         chunk_bytes=options.chunk_bytes if backend.keeps_order else 0,
         held=held,
+        packs_weights=backend.packs_weights,
     )
     if choices.makes_random_numbers:
         decompositions = {**decompositions, **random_decompositions.DECOMPOSITIONS}

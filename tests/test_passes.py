@@ -90,6 +90,12 @@ def fold_batch_norms() -> Any:
     return module, replace(GRAPHS, held=frozenset(range(1, 6)))
 
 
+def pack_weights() -> Any:
+    image = torch.ones(1, 2, 4, 4).to(memory_format=torch.channels_last)
+    joint = joint_of(lambda x, weight: F.conv2d(x, 2 * weight).relu(), image, torch.ones(3, 2, 1, 1))
+    return joint, replace(GRAPHS, held={1}, packs_weights=True)
+
+
 def fold_parameters() -> Any:
     def program(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return x @ weight.bfloat16().t(), weight.sin()
@@ -161,6 +167,7 @@ EXAMPLES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "random_to_counters": random_to_counters,
     "pad_products": pad_products,
     "chunk_rows": chunk_rows,
+    "pack_weights": pack_weights,
     "fold_parameters": fold_parameters,
     "choose_gemm": lambda: loops_of(torch.mm, torch.ones(4, 5), torch.ones(5, 6)),
     "fuse": lambda: loops_of(lambda a, b: ((a * b).sum(1), a.sin()), torch.ones(4, 5), torch.ones(4, 5)),

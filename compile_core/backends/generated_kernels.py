@@ -40,8 +40,7 @@ def prepare(device_type: str) -> None:
 
 def decompositions(device_type: str, options: CompileOptions) -> Mapping[Any, Callable[..., Any]]:
     """What the lowering relies on."""
-    del options
-    return decomposition_table(device_type)
+    return decomposition_table(device_type, options.freezing)
 
 
 def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -> Callable[[], LinkedProgram]:

@@ -54,6 +54,7 @@ class RegionBackend:
         aligns_products: matrix products are to be padded (``autograd.rewrites.pad_products``) before it sees them.
         keeps_order: a region's values are made in an order that its graph allows and freed when nothing reads them, so
             that what is computed in chunks is never whole in memory.
+        packs_weights: weights that stay the same may be opaque (``ir.packed_weights``).
         takes_open_sizes: regions may have symbolic sizes, and take and return integers beside tensors.
         takes_floats: they may take and return floats, too.
         compile_elsewhere: for a backend that does not take them, what compiles a region for some of its sizes in
@@ -71,6 +72,7 @@ class RegionBackend:
     makes_random_numbers: bool = False
     aligns_products: bool = False
     keeps_order: bool = False
+    packs_weights: bool = False
     takes_open_sizes: bool = False
     takes_floats: bool = False
     compile_elsewhere: Callable[..., Callable[..., Any] | None] = lambda *region: None
@@ -137,6 +139,7 @@ _backends: dict[str, Backend] = {
         makes_random_numbers=True,
         aligns_products=True,
         keeps_order=True,
+        packs_weights=True,
         compile_elsewhere=compile_elsewhere,
         prepare=generated_kernels.prepare,
     ),

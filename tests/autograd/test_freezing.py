@@ -322,6 +322,42 @@ def test_open_sizes(computed: list[int]) -> None:
     assert_right(frozen(x), model, x)
 
 
+def test_images_of_open_sizes(computed: list[int]) -> None:
+    """Packed weights, which are chosen for no size then; what follows is no number where the image is none."""
+    model = small_network()
+    frozen = gradsplit.compile(model, options={**FROZEN, "compile_elsewhere": False}, dynamic=True)
+    for size in (8, 12, 9):
+        x = torch.randn(2, 3, size, 8)
+        assert_right(frozen(x), model, x)
+    assert computed == [2]
+    model[0].weight.mul_(2)  # type: ignore[index, operator]
+    assert_right(frozen(x), model, x)
+    x[0, 0, 0, 0] = torch.nan
+    torch.testing.assert_close(frozen(x), model(x), equal_nan=True)
+
+
+def test_convolutions_and_views_between_them() -> None:
+    class Shuffle(nn.Module):
+        """Channels of groups take turns, as in ShuffleNet; then a kernel that is applied to each image's channels."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.Conv2d(8, 8, 3, groups=8)
+            self.up = nn.ConvTranspose2d(8, 3, 2, stride=2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x).relu()
+            y = y.view(2, 2, 4, *y.shape[2:]).transpose(1, 2).flatten(1, 2)
+            return self.up(self.second(y) * y.mean((2, 3), keepdim=True)).add(1).permute(0, 2, 3, 1)
+
+    model, x = Shuffle(), torch.randn(2, 3, 10, 10)
+    frozen = gradsplit.compile(model, options=FROZEN)
+    for each in (x, x.to(memory_format=torch.channels_last)):
+        assert_right(frozen(each), model, each)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(frozen(x), model(x), rtol=0.05, atol=0.02)
+
+
 def test_nothing_larger_than_its_parameters_is_kept(computed: list[int]) -> None:
     class Spread(nn.Module):
         def __init__(self) -> None:

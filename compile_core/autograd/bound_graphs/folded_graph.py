@@ -8,9 +8,9 @@ from the old by its storage, since a freed address may come again. Not to be not
 shares the memory without autograd's knowledge: ``parameter.data.mul_(2)``, an array of NumPy, another process, a CUDA
 graph of the user's.
 
-A changed parameter's values are computed again into the memory where they were, so a CUDA graph that reads them there
-goes on to be right. Each set of parameters has values of its own (equal layers of a model share their program), which
-go when one of the parameters does.
+On a GPU a changed parameter's values are computed again into the memory where they were, so a CUDA graph that reads
+them there goes on to be right. Each set of parameters has values of its own (equal layers of a model share their
+program), which go when one of the parameters does.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ class FoldedParameters:
             if kept is not None:
                 # A CUDA graph may read them where they are.
                 with torch.no_grad():
-                    for old, new in zip(kept.values, values, strict=True):
-                        old.copy_(new)
+                    pairs = zip(kept.values, values, strict=True)
+                    kept.values = [old.copy_(new) if old.is_cuda else new for old, new in pairs]
                 kept.state = state
                 return kept
             forget = partial(_forget, weakref.ref(self), key)
@@ -117,9 +117,7 @@ class FoldedParameters:
         with torch.inference_mode(False), torch.no_grad(), without_autocast():
             values = self._compute(*given)
             memory = {*map(_storage, map(Tensor.untyped_storage, given))}
-            return [
-                _own(in_layout(value, spec), memory) for value, spec in zip(values, self._specs, strict=True)
-            ]
+            return [_own(value, spec, memory) for value, spec in zip(values, self._specs, strict=True)]
 
 
 class _State:
@@ -171,8 +169,11 @@ def _can_be_kept(given: Sequence[Tensor]) -> bool:
     return not any(tensor.is_cuda for tensor in given) or not torch.cuda.is_current_stream_capturing()
 
 
-def _own(value: Tensor, memory: Set[int]) -> Tensor:
-    """The value in memory that no parameter lies in."""
+def _own(value: Tensor, spec: TensorSpec, memory: Set[int]) -> Tensor:
+    """The value in its layout and in memory that no parameter lies in; a packed weight as it is."""
+    if value.layout is not torch.strided:
+        return value
+    value = in_layout(value, spec)
     return value.clone() if value.untyped_storage()._cdata in memory else value
 
 

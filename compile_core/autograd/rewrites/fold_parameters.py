@@ -12,7 +12,7 @@ the caller's, who may change it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -22,6 +22,7 @@ from gradsplit.compile_core.autograd.operators.costs import result_bytes
 from gradsplit.compile_core.autograd.operators.graph_nodes import ancestors, memory_of
 from gradsplit.compile_core.autograd.operators.kinds import packet
 from gradsplit.compile_core.ir.graphs import FoldedValues, JointGraph
+from gradsplit.compile_core.ir.packed_weights import PACKED_WEIGHT
 from gradsplit.compile_core.torch_facts.dispatcher import is_random
 from gradsplit.compile_core.torch_facts.lazy_modules import lazy_module
 
@@ -39,13 +40,9 @@ def fold_parameters(joint: JointGraph, held: Set[int]) -> JointGraph:
         joint: the graph; one with gradients stays as it is.
         held: positions of the primals that stay as they are between calls.
     """
-    changed = {mutation.input for mutation in joint.signature.mutated}
-    inputs = [joint.primals[position] for position in sorted(held - changed)]
-    if joint.tangents or not inputs:
-        return joint
     graph = joint.module.graph
     placeholders = {node.name: node for node in graph.find_nodes(op="placeholder")}
-    folded = _folded_values(graph, {placeholders[name] for name in inputs})
+    folded = [] if joint.tangents else _folded_values(graph, parameters_read(joint, held))
     if not folded:
         return joint
     needed = ancestors(folded)
@@ -65,12 +62,21 @@ def fold_parameters(joint: JointGraph, held: Set[int]) -> JointGraph:
     return replace(joint, primals=(*joint.primals, *names), folded=FoldedValues(module, tuple(read)))
 
 
-def _folded_values(graph: Graph, held: Set[Node]) -> list[Node]:
-    """The values to keep, in the graph's order."""
-    sources: dict[Node, frozenset[Node]] = {node: frozenset([node]) for node in held}
-    for node in graph.nodes:
-        if node.op == "call_function" and _is_function(node) and sources.keys() >= {*node.all_input_nodes}:
+def parameters_read(joint: JointGraph, held: Set[int]) -> dict[Node, frozenset[Node]]:
+    """The values that are the same in each call, with the held primals that they are computed from."""
+    changed = {mutation.input for mutation in joint.signature.mutated}
+    names = {joint.primals[position] for position in held - changed}
+    sources: dict[Node, frozenset[Node]] = {}
+    for node in joint.module.graph.nodes:
+        if node.name in names:
+            sources[node] = frozenset([node])
+        elif node.op == "call_function" and _is_function(node) and sources.keys() >= {*node.all_input_nodes}:
             sources[node] = frozenset().union(*(sources[read] for read in node.all_input_nodes))
+    return sources
+
+
+def _folded_values(graph: Graph, sources: Mapping[Node, frozenset[Node]]) -> list[Node]:
+    """The values to keep, in the graph's order."""
     (output,) = graph.find_nodes(op="output")
     returned = {memory_of(node) for node in output.all_input_nodes}
     chosen: set[Node] = set()
@@ -93,6 +99,8 @@ def _folded_values(graph: Graph, held: Set[Node]) -> list[Node]:
 def _is_function(node: Node) -> bool:
     """Whether it computes the same whenever it runs, in memory of its own or in that of what it reads."""
     if node.target is operator.getitem:
+        return True
+    if node.target is PACKED_WEIGHT:
         return True
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace not in ("aten", "prims"):
         return False

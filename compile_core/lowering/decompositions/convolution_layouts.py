@@ -36,6 +36,13 @@ def convolution(input: Tensor, weight: Tensor, bias: Tensor | None, *settings: A
     return aten.convolution.default(_channels_last(input), _channels_last(weight), bias, *settings)
 
 
+def frozen_convolution(input: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Any:
+    """The same on a CPU, for floats of any size: weights that stay as they are are transposed once."""
+    if input.dim() != 4 or _are_channels_last(input, weight):
+        return NotImplemented
+    return aten.convolution.default(_channels_last(input), _channels_last(weight), bias, *settings)
+
+
 def convolution_backward(
     grad_output: Tensor,
     input: Tensor,

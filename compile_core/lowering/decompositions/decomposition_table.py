@@ -76,7 +76,9 @@ _FROM_TORCH = (
 )  # fmt: skip
 
 
-def decomposition_table(device_type: str) -> dict[torch._ops.OpOverload, Callable[..., Any]]:
+def decomposition_table(
+    device_type: str, frozen: bool = False
+) -> dict[torch._ops.OpOverload, Callable[..., Any]]:
     """The table for ``make_fx(decomposition_table=...)`` when tracing for ``"cpu"`` or ``"cuda"``.
 
     Both kinds of device share one table: what differs between them (the dtype of saved statistics) the
@@ -95,6 +97,8 @@ def decomposition_table(device_type: str) -> dict[torch._ops.OpOverload, Callabl
     table.update(_OWN)
     if device_type == "cuda":
         table.update(_ON_GPUS)
+    elif frozen:
+        table.update(_FROZEN_ON_CPUS)
     return table
 
 
@@ -403,5 +407,9 @@ _OWN: dict[torch._ops.OpOverload, Callable[..., Any]] = {
 _ON_GPUS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.convolution.default: convolution_layouts.convolution,
     aten.convolution_backward.default: convolution_layouts.convolution_backward,
+    aten.view.default: convolution_layouts.view,
+}
+_FROZEN_ON_CPUS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    aten.convolution.default: convolution_layouts.frozen_convolution,
     aten.view.default: convolution_layouts.view,
 }

@@ -46,8 +46,8 @@ READ_ALIGNED_ROWS = frozenset(
 # Operators that run as torch's kernels by choice; any other extern call is a fallback.
 _KEPT_WHOLE = frozenset(
     {
-        "mm", "bmm", "addmm", "baddbmm", "_linear_pointwise", "convolution", "convolution_backward",
-        "cudnn_convolution", "_scaled_dot_product_flash_attention_for_cpu",
+        "mm", "bmm", "addmm", "baddbmm", "_linear_pointwise", "_convolution_pointwise", "convolution",
+        "convolution_backward", "cudnn_convolution", "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention_for_cpu_backward", "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_cudnn_attention",
