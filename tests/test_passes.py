@@ -16,6 +16,7 @@ from torch import Tensor
 import gradsplit
 from gradsplit.compile_core import passes
 from gradsplit.compile_core.autograd.captured_graphs import grouped_heads as heads
+from gradsplit.compile_core.autograd.rewrites import pack_weights as packing
 from gradsplit.compile_core.autograd.trace_joint import trace_joint
 from gradsplit.compile_core.autograd.tracing import random_decompositions
 from gradsplit.compile_core.ir.graphs import JointGraph
@@ -92,8 +93,12 @@ def fold_batch_norms() -> Any:
 
 def pack_weights() -> Any:
     image = torch.ones(1, 2, 4, 4).to(memory_format=torch.channels_last)
-    joint = joint_of(lambda x, weight: F.conv2d(x, 2 * weight).relu(), image, torch.ones(3, 2, 1, 1))
-    return joint, replace(GRAPHS, held={1}, packs_weights=True)
+    kernel, matrix = torch.ones(3, 2, 1, 1), torch.ones(5, 3).bfloat16()
+
+    def program(x: Tensor, kernel: Tensor, matrix: Tensor) -> Tensor:
+        return F.linear(F.conv2d(x, 2 * kernel).mean((2, 3)).bfloat16(), matrix)
+
+    return joint_of(program, image, kernel, matrix), replace(GRAPHS, held={1, 2}, packs_weights=True)
 
 
 def fold_parameters() -> Any:
@@ -199,6 +204,7 @@ def test_before_and_after(
     # What is faster on the machine that runs this is not the question.
     monkeypatch.setattr(passes, "gemm_speed", lambda folder: GemmSpeed(1, 1, 0, 0, 0))
     monkeypatch.setattr(heads, "takes_groups", lambda *given: True)
+    monkeypatch.setattr(packing, "has_bfloat16_kernels", lambda: True)
     monkeypatch.setattr(choose_products, "_tile_for", lambda *arguments: TILE)
     torch.set_float32_matmul_precision("highest")
     graph, choices = EXAMPLES[row.name]()

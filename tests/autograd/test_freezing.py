@@ -18,6 +18,7 @@ import gradsplit
 from gradsplit.compile_core.autograd.bound_graphs import folded_graph
 from gradsplit.compile_core.autograd.captured_graphs.held_inputs import held_inputs
 from gradsplit.compile_core.ir.captured import GraphInput
+from gradsplit.compile_core.ir.packed_weights import has_bfloat16_kernels
 from gradsplit.compile_core.ir.sources import LocalSource
 
 FROZEN = {"freezing": True}
@@ -262,6 +263,32 @@ def test_casts_of_autocast(computed: list[int]) -> None:
     assert computed == [4]
 
 
+def test_products_in_bfloat16_read_packed_weights(computed: list[int], tmp_path: Path) -> None:
+    class Products(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(16, 8), nn.Linear(8, 4, bias=False)
+            self.table = nn.Parameter(torch.randn(4, 6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.last(self.first(x).relu()) @ self.table).float()
+
+    if not has_bfloat16_kernels():
+        pytest.skip("oneDNN computes in float32 alone on this machine")
+    model, x = Products().bfloat16(), torch.randn(2, 3, 16).bfloat16()
+    options = {**FROZEN, "trace_folder": tmp_path, "compile_elsewhere": False}
+    frozen = gradsplit.compile(model, options=options, dynamic=True)
+    for count in (2, 3, 2):
+        x = torch.randn(count, 3, 16).bfloat16()
+        torch.testing.assert_close(frozen(x), model(x))
+    assert computed == [3]
+    assert next(tmp_path.glob("*fold_parameters.txt")).read_text().count("= mkldnn._linear_pointwise") == 3
+    model.table.mul_(2)
+    torch.testing.assert_close(frozen(x), model(x))
+    x[0, 0, 0] = torch.nan
+    torch.testing.assert_close(frozen(x), model(x), equal_nan=True)
+
+
 def test_tied_weights_and_norms_of_weights(computed: list[int]) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -367,9 +394,17 @@ def test_nothing_larger_than_its_parameters_is_kept(computed: list[int]) -> None
         def forward(self, x: Tensor) -> Tensor:
             return x + self.row.exp()[:, None] * self.row.sin()[None, :]
 
-    model, x = Spread(), torch.randn(300, 300)
-    assert_right(gradsplit.compile(model, options=FROZEN)(x), model, x)
-    assert computed == [2]
+    class LowRank(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Parameter(torch.randn(40, 1)), nn.Parameter(torch.randn(1, 40 * 16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.conv2d(x, (self.left.cos() @ self.right.sin()).view(40, 40, 4, 4))
+
+    for model, x in ((Spread(), torch.randn(300, 300)), (LowRank(), torch.randn(1, 40, 5, 5))):
+        assert_right(gradsplit.compile(model, options=FROZEN)(x), model, x)
+    assert computed == [2, 2]
 
 
 def test_random_numbers_and_views_are_left_in_the_calls(computed: list[int]) -> None:

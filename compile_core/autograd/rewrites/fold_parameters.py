@@ -22,7 +22,7 @@ from gradsplit.compile_core.autograd.operators.costs import result_bytes
 from gradsplit.compile_core.autograd.operators.graph_nodes import ancestors, memory_of
 from gradsplit.compile_core.autograd.operators.kinds import packet
 from gradsplit.compile_core.ir.graphs import FoldedValues, JointGraph
-from gradsplit.compile_core.ir.packed_weights import PACKED_WEIGHT
+from gradsplit.compile_core.ir.packed_weights import PACKINGS
 from gradsplit.compile_core.torch_facts.dispatcher import is_random
 from gradsplit.compile_core.torch_facts.lazy_modules import lazy_module
 
@@ -75,6 +75,11 @@ def parameters_read(joint: JointGraph, held: Set[int]) -> dict[Node, frozenset[N
     return sources
 
 
+def is_small_enough(node: Node, sources: Mapping[Node, frozenset[Node]]) -> bool:
+    """Whether it is worth its memory to keep such a value."""
+    return result_bytes(node) <= max(_SMALL_BYTES, sum(map(result_bytes, sources[node])))
+
+
 def _folded_values(graph: Graph, sources: Mapping[Node, frozenset[Node]]) -> list[Node]:
     """The values to keep, in the graph's order."""
     (output,) = graph.find_nodes(op="output")
@@ -87,9 +92,8 @@ def _folded_values(graph: Graph, sources: Mapping[Node, frozenset[Node]]) -> lis
         if node in seen or node not in sources or node.op == "placeholder" or not sources[node]:
             continue
         seen.add(node)
-        limit = max(_SMALL_BYTES, sum(map(result_bytes, sources[node])))
         is_whole = isinstance(node.meta["val"], torch.Tensor) and _has_own_memory(node)
-        if is_whole and memory_of(node) not in returned and result_bytes(node) <= limit:
+        if is_whole and memory_of(node) not in returned and is_small_enough(node, sources):
             chosen.add(node)
         else:
             pending.extend(node.all_input_nodes)
@@ -100,7 +104,7 @@ def _is_function(node: Node) -> bool:
     """Whether it computes the same whenever it runs, in memory of its own or in that of what it reads."""
     if node.target is operator.getitem:
         return True
-    if node.target is PACKED_WEIGHT:
+    if node.target in PACKINGS:
         return True
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace not in ("aten", "prims"):
         return False

@@ -1,4 +1,6 @@
-"""Convolutions on a CPU read weights that were packed once (``ir.packed_weights``), as far as these stay the same.
+"""Convolutions and products on a CPU read weights that were packed once, as far as these stay the same.
+
+See ``ir.packed_weights``. Products in float32 take as long with either layout.
 
 oneDNN's kernels could do a ReLU behind a convolution, too, but make 0 of what is no number.
 """
@@ -11,10 +13,12 @@ import torch
 from torch.fx import Graph, Node
 
 from gradsplit.compile_core.autograd.operators.graph_nodes import add_call
-from gradsplit.compile_core.autograd.rewrites.fold_parameters import parameters_read
+from gradsplit.compile_core.autograd.rewrites.fold_parameters import is_small_enough, parameters_read
 from gradsplit.compile_core.ir.graphs import JointGraph
 from gradsplit.compile_core.ir.packed_weights import (
     CONVOLUTION,
+    LINEAR,
+    PACKED_MATRIX,
     PACKED_WEIGHT,
     has_bfloat16_kernels,
 )
@@ -33,14 +37,19 @@ def pack_weights(joint: JointGraph, held: Set[int]) -> JointGraph:
         return joint
     graph = joint.module.graph
     constant = parameters_read(joint, held)
+    kept = {node for node in constant if constant[node] and is_small_enough(node, constant)}
     for node in graph.find_nodes(op="call_function", target=aten.convolution.default):
-        if node.args[1] in constant and _is_packable(node):
-            _pack(graph, node)
+        if node.args[1] in kept and _is_packable_convolution(node):
+            _pack_convolution(graph, node)
+    for target in (aten.mm.default, aten.addmm.default):
+        for node in graph.find_nodes(op="call_function", target=target):
+            if node.args[-1] in kept and _is_packable_product(node):
+                _pack_product(graph, node)
     joint.module.recompile()
     return joint
 
 
-def _is_packable(node: Node) -> bool:
+def _is_packable_convolution(node: Node) -> bool:
     value = node.meta["val"]
     is_transposed = node.args[6]
     return (
@@ -52,7 +61,7 @@ def _is_packable(node: Node) -> bool:
     )
 
 
-def _pack(graph: Graph, node: Node) -> None:
+def _pack_convolution(graph: Graph, node: Node) -> None:
     image, weight, bias, *geometry, _, groups = node.args
     spec = TensorSpec.of(image.meta["val"])  # type: ignore[union-attr]
     stride, padding, dilation, _ = geometry
@@ -62,5 +71,29 @@ def _pack(graph: Graph, node: Node) -> None:
             graph, node, PACKED_WEIGHT, weight, *window, None if spec.is_open else list(spec.shape)
         )
         call = add_call(graph, node, CONVOLUTION, image, packed, bias, *window, "none", [], "")
+    node.replace_all_uses_with(call)
+    graph.erase_node(node)
+
+
+def _is_packable_product(node: Node) -> bool:
+    value = node.meta["val"]
+    bias = node.args[0] if len(node.args) == 3 else None
+    return (
+        value.device.type == "cpu"
+        and value.dtype == torch.bfloat16
+        and has_bfloat16_kernels()
+        and not node.kwargs
+        and (bias is None or bias.meta["val"].shape == value.shape[1:])  # type: ignore[union-attr]
+        and 0 not in node.args[-1].meta["val"].shape  # type: ignore[union-attr]
+    )
+
+
+def _pack_product(graph: Graph, node: Node) -> None:
+    *bias, left, right = node.args
+    rows = left.meta["val"].shape[0]  # type: ignore[union-attr]
+    with graph.inserting_before(node):
+        weight = add_call(graph, node, aten.t.default, right)
+        packed = add_call(graph, node, PACKED_MATRIX, weight, rows if isinstance(rows, int) else None)
+        call = add_call(graph, node, LINEAR, left, packed, bias[0] if bias else None, "none", [], "")
     node.replace_all_uses_with(call)
     graph.erase_node(node)
