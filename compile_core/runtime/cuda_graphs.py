@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -115,6 +116,8 @@ def with_cuda_graphs(
     if not torch.cuda.is_available():
         _report_no_cuda()
         return forward, backward
+    if not launches_kernels(graph.forward):
+        return forward, backward  # an empty recording would be the first launch
     reason = reason_against(graph.forward)
     if reason:
         logger.warning("the forward is not captured as a CUDA graph: %s", reason)
@@ -189,6 +192,22 @@ def reason_against(module: torch.fx.GraphModule) -> str:
     if len(devices) != 1:
         return f"it computes on {len(devices)} GPUs"
     return next(filter(None, map(_reason_against_node, module.graph.nodes)), "")
+
+
+def launches_kernels(module: torch.fx.GraphModule) -> bool:
+    """Whether a graph computes anything; one that does not makes views at most."""
+    return any(
+        node.op == "call_function"
+        and isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
+        and node.target not in (operator.getitem, torch.ops.aten._unsafe_view.default)
+        and not any(returned.alias_info for returned in _returns(node.target))
+        for node in module.graph.nodes
+    )
+
+
+def _returns(target: Any) -> Sequence[Any]:
+    schema = getattr(target, "_schema", None)
+    return () if schema is None else schema.returns
 
 
 def _reason_against_node(node: torch.fx.Node) -> str:

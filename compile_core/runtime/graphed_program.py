@@ -6,8 +6,10 @@ has memory of its own, shared with no other, and is free while nobody outside ho
 one:
 
 * *Inputs* are read where they lie, as parameters are, or copied before a replay. An input is taken to stay where it is
-  until it comes from another address; it is copied from then on, in new recordings. What a backward gets from its
-  forward lies in a recording of the forward: the backward has a recording for each of those.
+  until it comes from another address; it is copied from then on, in new recordings. When inputs move for a second time,
+  so are all that are new tensors since the first: what a plain program computes often lies where it did, and each that
+  moved at last would cost a recording. What a backward gets from its forward lies in a recording of the forward: the
+  backward has a recording for each of those.
 * *Results* are given out as new tensors over the recording's memory. If one that reaches the user (a loss, a gradient)
   is alive at the next call, it is copied out from then on, in a new recording.
 * *What a forward keeps* for its backward stays in its recording, and no tensors are made of it. In the place of the
@@ -277,6 +279,8 @@ class GraphedProgram:
         self._copied_out = set(copied_out)
         self._sources = [source for source in sources if source.kept]
         self._seen: list[int | None] | None = None
+        # The tensors that were there when inputs moved for the first time, by their ids.
+        self._before_moves: list[int] | None = None
         # Inputs that are taken to stay where they are; None where that has to be found out.
         self._watched: list[int] | None = None
         self._pick_watched = picker(())
@@ -339,7 +343,7 @@ class GraphedProgram:
         sources = [recording for recording in found if recording is not None]
         if len(sources) < len(found):
             return None  # the forward ran plainly, and has said why
-        self._forget_moved(places)
+        self._forget_moved(places, inputs)
         for recording in list(self._recordings):
             if recording.reads(sources):
                 held = recording.held()
@@ -363,7 +367,7 @@ class GraphedProgram:
                 raise InternalError(f"{self._name} got a witness of a recording that is gone")
         return found
 
-    def _forget_moved(self, places: list[int | None]) -> None:
+    def _forget_moved(self, places: list[int | None], inputs: Sequence[Any]) -> None:
         assert self._seen is not None
         if self._watched is None:
             elsewhere = self._copied_in.union(*(source.kept for source in self._sources))
@@ -373,6 +377,10 @@ class GraphedProgram:
         if self._pick_watched(places) == self._watched_places:
             return
         moved = {position for position in self._watched if places[position] != self._seen[position]}
+        if self._before_moves is None:
+            self._before_moves = [*map(id, inputs)]
+        else:
+            moved.update(p for p in self._watched if id(inputs[p]) != self._before_moves[p])
         # What is changed cannot be copied, so its new address needs a new recording.
         self._copied_in.update(moved.difference(self._changed))
         self._seen = places

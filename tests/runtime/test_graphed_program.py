@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import gradsplit
 from gradsplit.compile_core import pipeline
@@ -319,6 +320,18 @@ def test_parameters_that_move(recorder: RecorderOnCpu) -> None:
         check_equal(plain, twin)
 
 
+def test_inputs_that_move_one_after_the_other(recorder: RecorderOnCpu, caplog: Any) -> None:
+    """As what another program computes: new tensors in each call, most of them where the ones before lay."""
+    program = GraphedProgram("a program", lambda inputs: [sum(inputs)], recorder, 1)
+    parameter, values = torch.tensor([0.5]), [torch.ones(1) for _ in range(30)]
+    for step in range(30):
+        values[step] = torch.full((1,), float(step))
+        given = [parameter, *(value[:] for value in values)]
+        assert torch.equal(program([*given])[0], sum(given))
+    assert recorder.recorded == 2 and recorder.replayed == 29 and not caplog.records
+    assert 0 not in program._copied_in
+
+
 def test_inference_mode_gives_its_tensors(recorder: RecorderOnCpu) -> None:
     plain, _, compiled = nets()
     for x in batches(4):
@@ -432,6 +445,34 @@ library.define("unsafe(Tensor x) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
 def test_reasons_in_a_graph(module: torch.fx.GraphModule, reason: str) -> None:
     found = cuda_graphs.reason_against(module)
     assert reason in found and bool(reason) == bool(found)
+
+
+@pytest.mark.parametrize(
+    ("program", "launches"),
+    [
+        (lambda x: x.t().reshape(2, 3).unbind()[0], False),
+        (lambda x: x, False),
+        (lambda x: x + 1, True),
+        (lambda x: x.max(0)[0].view(-1), True),
+    ],
+)
+def test_which_graphs_launch_kernels(program: Any, launches: bool) -> None:
+    traced = make_fx(program, tracing_mode="fake")(torch.ones(3, 2).t())
+    assert cuda_graphs.launches_kernels(traced) is launches
+
+
+def test_a_graph_without_kernels_is_not_recorded(
+    recorder: RecorderOnCpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "with_cuda_graphs", cuda_graphs.with_cuda_graphs)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda_graphs, "CudaRecorder", lambda device: recorder)
+    monkeypatch.setattr(cuda_graphs, "reason_against", lambda module: "")
+    for program, replayed in ((lambda x: x.view(-1), 0), (lambda x: x + 1, 2)):
+        compiled = gradsplit.compile(program, backend="aot_eager", mode="reduce-overhead")
+        for x in (torch.randn(2, 2) for _ in range(3)):
+            assert torch.equal(compiled(x), program(x))
+        assert recorder.replayed == replayed
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
