@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,11 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradsplit
+from gradsplit.compile_core import pipeline
 from gradsplit.compile_core.autograd.bound_graphs import folded_graph
 from gradsplit.compile_core.autograd.captured_graphs.held_inputs import held_inputs
 from gradsplit.compile_core.ir.captured import GraphInput
 from gradsplit.compile_core.ir.packed_weights import has_bfloat16_kernels
 from gradsplit.compile_core.ir.sources import LocalSource
+from gradsplit.compile_core.runtime.cuda_graphs import graph_programs
+from tests.runtime.recorder_on_cpu import RecorderOnCpu
 
 FROZEN = {"freezing": True}
 
@@ -419,6 +423,19 @@ def test_random_numbers_and_views_are_left_in_the_calls(computed: list[int]) -> 
     frozen = gradsplit.compile(Noisy(), options=FROZEN)
     assert not torch.equal(frozen(torch.ones(4, 4)), frozen(torch.ones(4, 4)))
     assert not computed
+
+
+def test_recordings_read_values_that_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = RecorderOnCpu()
+    monkeypatch.setattr(pipeline, "with_cuda_graphs", functools.partial(graph_programs, recorder=recorder))
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(300, 300)), nn.ReLU())
+    frozen = gradsplit.compile(model, options={**FROZEN, "triton.cudagraphs": True})
+    for step in range(8):
+        x = torch.randn(300, 300)
+        assert_right(frozen(x), model, x)
+        if step in (3, 5):
+            model[0].parametrizations.weight.original0.mul_(2)  # type: ignore[index, union-attr]
+    assert recorder.replayed == 7
 
 
 def test_which_inputs_are_held() -> None:
