@@ -330,16 +330,39 @@ def test_models_of_one_code_have_values_of_their_own(computed: list[int]) -> Non
     assert len(computed) == 5
 
 
-def test_values_go_with_their_parameters() -> None:
+def test_values_go_with_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    create = folded_graph.FoldedParameters.__init__
+    monkeypatch.setattr(
+        folded_graph.FoldedParameters,
+        "__init__",
+        lambda self, *arguments: [made.append(self), create(self, *arguments)][-1],
+    )
     model, x = small_network(), torch.randn(2, 3, 8, 8)
     frozen = gradsplit.compile(model, options=FROZEN)
     frozen(x)
-    (parameters,) = [each for each in folded_graph._living if each._kept]
+    (parameters,) = made
     (kept,) = parameters._kept.values()
     values = [weakref.ref(value) for value in kept.values]
     del model, frozen, kept
     gc.collect()
     assert not parameters._kept and all(value() is None for value in values)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_that_are_compiled_in_full(fused: bool, computed: list[int]) -> None:
+    """What hears of optimizers ends no graph; a model without gradients is no optimizer's."""
+    model, teacher, x = small_network(), small_network().requires_grad_(False), torch.randn(2, 3, 8, 8)
+    compiled = [gradsplit.compile(each, options=FROZEN) for each in (model, teacher)]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    step = optimizer.step if fused else gradsplit.compile(lambda: optimizer.step(), fullgraph=True)
+    for _ in range(3):
+        for mine, each in zip(compiled, (model, teacher), strict=True):
+            assert_right(mine(x), each, x)
+        step()
+    assert len(computed) == 4
 
 
 def test_open_sizes(computed: list[int]) -> None:

@@ -2,11 +2,11 @@
 
 Parameters are what they were when the values were computed if they are the same tensors, in the same memory, and
 autograd has counted no change of them. Three changes it does not count, and each is noticed otherwise: a batch norm in
-training changes its running statistics, which are compared with copies of them; fused optimizers change parameters, and
-all optimizers tell when they have made a step; ``parameter.data = ...`` gives a parameter other memory, which is told
-from the old by its storage, since a freed address may come again. Not to be noticed are changes in place through what
-shares the memory without autograd's knowledge: ``parameter.data.mul_(2)``, an array of NumPy, another process, a CUDA
-graph of the user's.
+training changes its running statistics, which are compared with copies of them; fused optimizers change parameters, so
+after a step of any optimizer all values are computed again of which a parameter requires gradients;
+``parameter.data = ...`` gives a parameter other memory, which is told from the old by its storage, since a freed
+address may come again. Not to be noticed are changes in place through what shares the memory without autograd's
+knowledge: ``parameter.data.mul_(2)``, an array of NumPy, another process, a CUDA graph of the user's.
 
 On a GPU a changed parameter's values are computed again into the memory where they were, so a CUDA graph that reads
 them there goes on to be right. Each set of parameters has values of its own (equal layers of a model share their
@@ -32,7 +32,6 @@ from gradsplit.compile_core.ir.graphs import FoldedValues
 from gradsplit.compile_core.ir.kept_calls import in_layout
 from gradsplit.compile_core.ir.regions import graph_results
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
-from gradsplit.compile_core.torch_facts.apart_from_torch_compile import DISABLED
 from gradsplit.compile_core.torch_facts.torch_switches import without_autocast
 
 _version, _storage = attrgetter("_version"), attrgetter("_cdata")
@@ -73,7 +72,6 @@ class FoldedParameters:
         self._is_compared = is_compared
         self._lock = threading.Lock()
         self._kept: dict[tuple[int, ...], _Kept] = {}
-        _living.add(self)
         _hear_of_optimizers()
 
     def values_for(self, inputs: Sequence[Any]) -> Sequence[Tensor]:
@@ -84,12 +82,6 @@ class FoldedParameters:
         if kept is None or not kept.is_right_for(given):
             kept = self._computed(key, given)
         return kept.values
-
-    def note_changes(self, tensors: Set[int]) -> None:
-        """Those with these ids have changed."""
-        for key, kept in list(self._kept.items()):
-            if not tensors.isdisjoint(key):
-                kept.state = None
 
     def _computed(self, key: tuple[int, ...], given: list[Tensor]) -> _Kept:
         with self._lock:
@@ -129,13 +121,17 @@ class _State:
         self._storages = [reference.cdata for reference in self._references]
         self._addresses = [*map(Tensor.data_ptr, given)]
         self._versions = [*map(_version, given)]
+        # Others are no optimizer's.
+        self._trains = any(tensor.requires_grad for tensor in given)
+        self._round = _optimizers.round()
         self._compared = [k for k, tensor in enumerate(given) if is_compared(tensor)]
         self._before = self._joined(given)
 
     def holds(self, given: Sequence[Tensor]) -> bool:
         """Whether they still are; the tensors are known to be the same."""
         return (
-            [*map(_version, given)] == self._versions
+            not (self._trains and _optimizers.round() != self._round)
+            and [*map(_version, given)] == self._versions
             and [*map(_storage, map(Tensor.untyped_storage, given))] == self._storages
             and [*map(Tensor.data_ptr, given)] == self._addresses
             and (self._before is None or torch.equal(self._joined(given), self._before))
@@ -148,10 +144,7 @@ class _State:
 
 @dataclass
 class _Kept:
-    """Values, what they were computed from, and references to the parameters that end with these.
-
-    ``state`` is None once a change was told of.
-    """
+    """Values, what they were computed from, and references to the parameters that end with these."""
 
     values: Sequence[Tensor]
     state: _State | None
@@ -183,20 +176,27 @@ def _forget(parameters: weakref.ref[FoldedParameters], key: tuple[int, ...], dea
         living._kept.pop(key, None)
 
 
-_living: weakref.WeakSet[FoldedParameters] = weakref.WeakSet()
+class _Optimizers:
+    """Whether any has made a step, and how often that was found out."""
+
+    have_stepped = False
+    rounds = 0
+
+    def round(self) -> int:
+        if self.have_stepped:
+            self.have_stepped = False
+            self.rounds += 1
+        return self.rounds
+
+
+_optimizers = _Optimizers()
 
 
 @cache
 def _hear_of_optimizers() -> None:
-    """Fused optimizers change parameters without that autograd counts it."""
     register_optimizer_step_post_hook(_note_step)
 
 
 def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    changed = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-    for parameters in list(_living):
-        parameters.note_changes(changed)
-
-
-# A compiled step ends its graph here.
-setattr(_note_step, DISABLED, True)
+    """A store and nothing else, which compiled steps can do, too."""
+    _optimizers.have_stepped = True
