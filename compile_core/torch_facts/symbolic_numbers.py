@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,12 @@ integer_infinity = private("torch.utils._sympy.numbers:int_oo", _PURPOSE)
 ValueRanges = private("torch.utils._sympy.value_ranges:ValueRanges", _PURPOSE)
 PythonPrinter = private("torch.utils._sympy.printers:PythonPrinter", _PURPOSE)
 interpret_expression = private("torch.utils._sympy.interp:sympy_interp", _PURPOSE)
+
+# Of what is known of a float by its symbol alone: Python's own ask for its value.
+OF_SYMBOLIC_FLOATS: dict[Any, Any] = {
+    math.sin: private("torch:_sym_sin", _PURPOSE),
+    math.cos: private("torch:_sym_cos", _PURPOSE),
+}
 
 # What a program says of numbers that depend on data: it raises where it does not hold.
 SAYING: tuple[Any, ...] = tuple(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,7 @@ FUNCTIONS: list[Callable[[torch.Tensor, float], Any]] = [
     lambda x, a: x.addcmul(x, x, value=a) + x.mul(a * 2 + 1),
     lambda x, a: x.clamp_min(a),  # of clamp(min=nan) torch 2.11 makes something else than 2.13
     lambda x, a: (x[0, 0] * a, (x > 0) * a),
+    lambda x, a: x * abs(a),
 ]
 
 
@@ -68,6 +70,20 @@ def test_gradients_and_floats_that_the_backward_reads() -> None:
             gradients.append(x.grad)
         torch.testing.assert_close(*gradients)
     assert len(watch.seconds()["trace_joint"]) == 2
+
+
+def test_angles() -> None:
+    """Python's sine and cosine of a float that differs, in the graph: the trace asked for the float's value."""
+
+    def function(x: torch.Tensor, a: float) -> torch.Tensor:
+        return x * math.sin(a) + math.cos(a + a / 2)
+
+    compiled = gradsplit.compile(function, fullgraph=True)
+    watch = Stopwatch()
+    for value in (0.5, 2.0, -1.5, 0.25):
+        x = torch.ones(3, dtype=torch.float64)
+        torch.testing.assert_close(compiled(x, value), function(x, value))
+    assert len(watch.seconds()["lower"]) == 2
 
 
 aten = torch.ops.aten

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import enum
+import functools
 import math
 import string
 
+import numpy as np
 import pytest
 import torch
 
@@ -359,6 +362,90 @@ def regular_expressions(x, n):
 import re
 
 PATTERN = re.compile(r"layers\.(\d+)")
+
+
+class Named(enum.Enum):
+    ONE = 1
+
+
+class Measured:
+    def __float__(self):
+        return 1.5
+
+    def __index__(self):
+        return 3
+
+    def method(self):
+        return self
+
+
+@program
+def classes_of_values(x, n):
+    array, measured, module = np.arange(3.0), Measured(), torch.nn.ReLU()
+    values = [
+        x,
+        array,
+        array + 1,
+        x.shape,
+        n,
+        n / 2,
+        Named.ONE,
+        measured,
+        measured.method,
+        module.forward,
+        len,
+    ]
+    values += ["a", [x], {"a": x}, range(3), (i for i in [1]), Measured, torch.float32, lambda: 1]
+    return [(v.__class__ is type(v), v.__class__.__name__, isinstance(v, v.__class__)) for v in values]
+
+
+@program
+def what_classes_have_and_tensors_have_not(x, n):
+    names = ["__call__", "mro", "__name__", "__bases__", "__len__", "grad", "__next__", "__none_has_this__"]
+    return x + 1, [hasattr(x, name) for name in names]
+
+
+@program
+def what_enumeration_classes_have_and_members_have_not(x, n):
+    texts = []
+    for function in (len, list, iter, lambda v: v[0]):
+        try:
+            function(Named.ONE)
+        except TypeError as error:
+            texts.append(str(error))
+    return x + 1, texts
+
+
+@program
+def multiples_of_sizes(x, n):
+    sizes = [x.shape * 2, 2 * x.shape, x.shape + (1,), (1,) + x.shape, x.shape[1:] * n]
+    return x + 1, sizes, [type(size) for size in sizes]
+
+
+@program
+def numbers_of_objects(x, n):
+    return x + 1, complex(Measured()), float(Measured()), int(n * 1.0)
+
+
+@program(graphs=None)
+def indices_that_depend_on_data(x, n):
+    row = x.argmax()  # a slice by one of these ends the graph at its line, no more
+    return x * 2, [1, 2, 3, 4, 5, 6, 7][:row], x.sum()
+
+
+class Dispatched:
+    @functools.singledispatchmethod
+    def on(self, value):
+        return "any"
+
+    @on.register
+    def _(self, value: torch.Tensor):
+        return value * 2
+
+
+@program
+def methods_dispatched_by_the_class_of_a_tensor(x, n):
+    return Dispatched().on(x), Dispatched().on(n)
 
 
 @pytest.mark.parametrize("function, settings", program.table, ids=program.names)

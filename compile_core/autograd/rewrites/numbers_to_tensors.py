@@ -17,6 +17,7 @@ instead of Python's exception.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -47,7 +48,10 @@ _ARITHMETIC: Mapping[Any, Any] = {
     operator.truediv: aten.div.Tensor,
     operator.pow: aten.pow.Tensor_Tensor,
     operator.neg: aten.neg.default,
+    operator.abs: aten.abs.default,
     torch.sym_sqrt: aten.sqrt.default,
+    math.sin: aten.sin.default,
+    math.cos: aten.cos.default,
 }
 
 # Python's choice of the second where it compares so to the first: of NaNs it is not torch's.

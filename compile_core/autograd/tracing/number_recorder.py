@@ -24,7 +24,11 @@ from gradsplit.compile_core.autograd.captured_graphs.replace_calls import copy_m
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.number_nodes import number_node
 from gradsplit.compile_core.ir.numbers import SYMBOLIC_NUMBERS, symbol_places, symbols_of
-from gradsplit.compile_core.torch_facts.symbolic_numbers import depends_on_data, symbols_read_off
+from gradsplit.compile_core.torch_facts.symbolic_numbers import (
+    OF_SYMBOLIC_FLOATS,
+    depends_on_data,
+    symbols_read_off,
+)
 
 aten = torch.ops.aten
 
@@ -51,6 +55,7 @@ class NumberOperations:
 
     def _noted(self, operation: Callable[..., Any]) -> Callable[..., Any]:
         function = torch.sym_float if operation is float else operation
+        traced = OF_SYMBOLIC_FLOATS.get(function, function)
 
         def noted_operation(*operands: Any) -> Any:
             if function is math.trunc and isinstance(operands[0], torch.SymFloat):
@@ -58,7 +63,7 @@ class NumberOperations:
                 result = operands[0].node.shape_env.create_unbacked_symint()
                 self._whole[result.node.expr] = (result, function, operands)
                 return result
-            result = function(*operands)
+            result = traced(*operands)
             if isinstance(result, torch.SymFloat):
                 self._found[id(result.node)] = (result, function, operands)
             return result

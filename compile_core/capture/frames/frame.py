@@ -15,6 +15,7 @@ from gradsplit.compile_core.capture.values.base import (
     CaptureState,
     LastInstruction,
     LazyValue,
+    NotConstant,
     SymbolicRaise,
     Value,
 )
@@ -172,6 +173,8 @@ class Frame:
             handler(self, instruction)
         except SymbolicRaise as raised:
             self.unwind(raised)
+        except NotConstant as error:
+            raise error.args[0].refuse_argument(self.state, instruction.name) from None
         except GuardOnDataDependentSymNode as error:
             explanation = f"a decision by a size that depends on data ({error.cond})"
             raise self.state.unsupported("data-dependent-branch", explanation) from None

@@ -117,7 +117,7 @@ class ArrayValue(Value):
             return state.from_constant(tuple(step * fake.dtype.itemsize for step in fake.stride()))
         if name in _METHODS or (name == "item" and self.number is not None):
             return BuiltinMethod(self, name)
-        raise state.unsupported("array-attribute", f"no rule for the attribute {name!r} of {self.describe()}")
+        return super().get_attribute(state, name)
 
     def call_method(
         self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]

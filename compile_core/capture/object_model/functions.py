@@ -218,6 +218,8 @@ class BoundMethodValue(Value):
             return self.function
         if name in ("__call__", "__get__"):
             return BuiltinMethod(self, name)
+        if name == "__class__":
+            return super().get_attribute(state, name)
         return self.function.get_attribute(state, name)
 
     def call_method(

@@ -148,7 +148,7 @@ def _of_containers(state: CaptureState, symbol: str, left: Value, right: Value) 
                 if sequence.cls is list:
                     return ListValue(list(items))
                 if issubclass(sequence.cls, tuple):
-                    return SequenceValue(list(items), tuple)
+                    return SequenceValue(list(items), type(_EMPTY.get(sequence.cls, ()) * 1))
     if symbol == "|" and isinstance(left, DictValue) and isinstance(right, DictValue):
         return _union(state, left, right)
     views = [isinstance(side, DictView) and side.what != "values" for side in (left, right)]
@@ -200,11 +200,12 @@ def _in_place(state: CaptureState, symbol: str, left: Value, right: Value) -> Va
 
 
 def _concatenate(state: CaptureState, left: SequenceValue, right: SequenceValue) -> Value:
-    items = [*left.all(state), *right.all(state)]
-    if torch.Size not in (left.cls, right.cls):
-        return SequenceValue(list(items), tuple)
-    # torch.Size + torch.Size differs between torch versions (tuple or Size), so torch is asked.
-    return SequenceValue(list(items), type(left.cls(()) + right.cls(())))
+    made = type(_EMPTY.get(left.cls, ()) + _EMPTY.get(right.cls, ()))
+    return SequenceValue([*left.all(state), *right.all(state)], made)
+
+
+# The type of a sum or a multiple of torch.Size differs between versions of torch, so torch is asked.
+_EMPTY: dict[type, Any] = {torch.Size: torch.Size(())}
 
 
 def fill_in(state: CaptureState, pattern: str, arguments: Value) -> Value:

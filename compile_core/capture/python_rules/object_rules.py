@@ -61,7 +61,9 @@ def _number_rule(function: Callable[..., Any], name: str) -> CallRule:
         if args and isinstance(args[0], InstanceValue):
             found = special_call(state, args[0], name, args[1:])
             if found is None and name in ("__int__", "__float__", "__complex__"):
-                found = special_call(state, args[0], "__index__", [])
+                others = ["__float__", "__index__"] if function is complex else ["__index__"]
+                tried = (special_call(state, args[0], other, []) for other in others)
+                found = next((number for number in tried if number is not None), None)
                 found = None if found is None else call(state, [found], {})
             if found is not None:
                 return found

@@ -131,22 +131,12 @@ class ConstantValue(Value):
         raise state.raise_exception(TypeError, f"{type(self.value).__name__!r} object is not callable")
 
     def iterate(self, state: CaptureState) -> Value:
-        if not hasattr(type(self.value), "__iter__"):
-            raise state.raise_exception(TypeError, f"{type(self.value).__name__!r} object is not iterable")
-        return SequenceIterator([state.from_constant(item) for item in self.value])
+        return fold(state, tuple, [self], {}).iterate(state)
 
     def length(self, state: CaptureState) -> int:
-        if not hasattr(type(self.value), "__len__"):
-            raise state.raise_exception(
-                TypeError, f"object of type {type(self.value).__name__!r} has no len()"
-            )
-        return len(self.value)
+        return int(fold(state, len, [self], {}).as_constant())
 
     def get_item(self, state: CaptureState, key: Value) -> Value:
-        if not hasattr(type(self.value), "__getitem__"):
-            raise state.raise_exception(
-                TypeError, f"{type(self.value).__name__!r} object is not subscriptable"
-            )
         return fold(state, lambda index: self.value[index], [key], {})
 
     def contains(self, state: CaptureState, item: Value) -> bool:

@@ -164,24 +164,21 @@ class TensorValue(Value):
         read = ATTRIBUTE_READS.get(name)
         if read is not None:
             return read(state, self)
-        static = getattr(torch.Tensor, name, None)
-        if static is None:
+        # What classes have of their own class, instances have not.
+        if not any(name in vars(base) for base in torch.Tensor.__mro__):
             if name in self.changes:
                 return self.changes[name]
             own = {} if self.real is None else self.real.__dict__
-            if name.startswith("__"):
-                raise state.unsupported("tensor-attribute", f"the attribute {name!r} of {self.describe()}")
             place = None if self.source is None else AttributeSource(self.source, "__dict__")
             if name in own and place is not None:
                 return state.wrap(own[name], ItemSource(place, name))
             if place is not None:
                 state.guards.absent(place, name)
             raise state.raise_exception(AttributeError, f"'Tensor' object has no attribute {name!r}")
-        if callable(static) and not isinstance(static, property):
+        static = getattr(torch.Tensor, name)
+        if callable(static) and not isinstance(static, type):
             return BuiltinMethod(self, name)
-        raise state.unsupported(
-            "tensor-attribute", f"no rule for the attribute {name!r} of {self.describe()}"
-        )
+        return super().get_attribute(state, name)
 
     def _of_subclass(self, state: CaptureState, name: str) -> Value:
         own = {} if self.real is None else self.real.__dict__
