@@ -57,6 +57,13 @@ def other_containers(x, held):
     return copied, held["ordered"], counts, held["counts"], copy.deepcopy({1, 2}) == {1, 2}
 
 
+def queues(x, held):
+    copied = copy.deepcopy(held["queue"])
+    copied[0].append(1)
+    copied.append(2)
+    return copied, held["queue"], copy.copy(held["queue"]), type(copied)
+
+
 def make_held():
     stack = Stack([1, [2]])
     stack.note = "n"
@@ -66,11 +73,12 @@ def make_held():
         "stack": stack,
         "ordered": collections.OrderedDict(a=1),
         "counts": counts,
+        "queue": collections.deque([[0], 1], maxlen=2),
     }
 
 
 @pytest.mark.parametrize(
-    "function", [shared_parts, deep_object, shallow_object, subclasses, other_containers]
+    "function", [shared_parts, deep_object, shallow_object, subclasses, other_containers, queues]
 )
 def test_same_as_plain(function):
     compiled = CompiledFunction(function, lambda graph, inputs: graph.module, fullgraph=True)

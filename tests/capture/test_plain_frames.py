@@ -51,6 +51,11 @@ def method_call(x):
     return Derived().method(x)
 
 
+def method_of_what_a_variable_makes(x):
+    make = Derived
+    return make().method(x) + make(*()).method(x)
+
+
 def expression_callee(x):
     chosen = [helper, Derived().method]
     return chosen[0](x) + chosen[1](x if x > 0 else -x) + (lambda y: helper(y))(x)
@@ -145,6 +150,7 @@ PROGRAMS = [
     plain_call,
     spread,
     method_call,
+    method_of_what_a_variable_makes,
     expression_callee,
     property_callee,
     nested,
@@ -185,6 +191,9 @@ def test_a_frame_does_what_it_did_and_its_callees_are_mapped(program):
             "method",
             "<lambda>",
         ]
+    if program is method_of_what_a_variable_makes:
+        names = ["Derived", "method", "Derived", "method"]
+        assert [callee.__name__ for callee in seen] == names * 3
     if program is nested:
         assert seen == [helper] * 12
     if program is comprehension:

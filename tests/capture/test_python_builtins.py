@@ -422,6 +422,25 @@ def multiples_of_sizes(x, n):
     return x + 1, sizes, [type(size) for size in sizes]
 
 
+class Hashed:
+    def __init__(self, hashed):
+        self.hashed = hashed
+
+    def __hash__(self):
+        return self.hashed
+
+
+@program
+def hashes_of_objects(x, n):
+    made = [Hashed(value) for value in (5, -1, 2**62 + 3, -(2**62), 2**200)]
+    return x + 1, [hash(one) for one in made], {made[2]: n}[made[2]]
+
+
+@program
+def names_of_modules(x, n):
+    return x + 1, "sqrt" in dir(math), "relu" in dir(torch), "append" in dir([n]), "hashed" in dir(Hashed)
+
+
 @program
 def numbers_of_objects(x, n):
     return x + 1, complex(Measured()), float(Measured()), int(n * 1.0)

@@ -224,4 +224,6 @@ def _after(instruction: Instruction, index: int, pushed_by: list[int], jump: boo
     change = dis.stack_effect(opcode, argument, jump=jump)
     if change < 0:
         del pushed_by[change:]
+    if instruction.name in ("CALL", "CALL_FUNCTION_EX"):
+        pushed_by[-1] = index  # the result lies where NULL was
     return pushed_by + [index] * change

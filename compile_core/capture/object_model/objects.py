@@ -154,7 +154,7 @@ class InstanceValue(Value):
         if owner is None or not isinstance(entry, types.FunctionType):
             return super().hash_key(state)
         hashed = bind_class_entry(state, self, self.cls, owner, "__hash__", entry).call(state, [], {})
-        return ComputedKey(state, self, hash(hashed.as_constant()))
+        return ComputedKey(state, self, hashed.as_constant())
 
     def get_attribute(self, state: CaptureState, name: str) -> Value:
         if type(self.cls.__getattribute__) is types.FunctionType:

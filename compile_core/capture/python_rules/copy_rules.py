@@ -16,6 +16,7 @@ from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.call_rules import answer_to
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue
+from gradsplit.compile_core.capture.values.deques import DequeValue
 from gradsplit.compile_core.capture.values.mappings import DictValue
 from gradsplit.compile_core.capture.values.references import ReferenceValue
 from gradsplit.compile_core.capture.values.sets import SetValue, as_set
@@ -74,7 +75,7 @@ def _copied(state: CaptureState, value: Value, copy_item: CopyItem, memo: dict[i
 
 def _empty(state: CaptureState, value: ListValue | DictValue) -> ListValue | DictValue:
     if isinstance(value, ListValue):
-        return ListValue([])
+        return DequeValue([], value.limit) if isinstance(value, DequeValue) else ListValue([])
     if value.cls not in (dict, collections.OrderedDict, collections.defaultdict):
         raise state.unsupported("copy", f"a copy of {value.describe()}")
     return DictValue({}, value.cls, default_factory=value.default_factory)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gradsplit.compile_core.capture.object_model.classes import ClassValue
+from gradsplit.compile_core.capture.object_model.existing_objects import PythonModuleValue
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue
 from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import call_with_numbers
 from gradsplit.compile_core.capture.operations import operator_rules
@@ -18,7 +19,6 @@ from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRul
 from gradsplit.compile_core.capture.values.constants import ConstantValue, fold
 from gradsplit.compile_core.capture.values.containers import ListValue
 from gradsplit.compile_core.capture.values.hash_keys import ComputedKey, IdentityValue
-from gradsplit.compile_core.capture.values.tensors import TensorValue
 
 # Some rules below ask the object first and else do what the rule for literals does.
 assert builtin_rules and operator_rules
@@ -31,7 +31,7 @@ answer_to(id)(lambda state, value: IdentityValue(value))
 def _hash(state: CaptureState, value: Value) -> Any:
     key = value.hash_key(state)
     if isinstance(key, ComputedKey):
-        return ConstantValue(key.hashed)
+        return ConstantValue(hash(key))
     try:
         return ConstantValue(hash(value.as_constant()))
     except NotConstant:
@@ -42,14 +42,15 @@ def _hash(state: CaptureState, value: Value) -> Any:
 
 @answer_to(dir)
 def _dir(state: CaptureState, value: Value) -> Any:
-    if isinstance(value, ClassValue):
+    cls = value.python_type()
+    if isinstance(value, (ClassValue, PythonModuleValue)):
+        place = state.reference_source(value.real.__name__, value.real)
         names = dir(value.real)
-        place = state.reference_source(value.real.__qualname__, value.real)
-        state.guards.add([place], "dir({0}) == {c0}", [names], f"the names of {value.real.__qualname__}")
-    elif isinstance(value, (InstanceValue, TensorValue)):
+        state.guards.add([place], "dir({0}) == {c0}", [names], f"the names of {value.real.__name__}")
+    elif cls.__dictoffset__ != 0 or cls.__dir__ is not object.__dir__:
         raise state.unsupported("dir", f"dir() of {value.describe()}")
     else:
-        names = dir(value.python_type())
+        names = dir(cls)
     return ListValue([ConstantValue(name) for name in names])
 
 

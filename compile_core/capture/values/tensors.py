@@ -12,7 +12,7 @@ from torch import fx
 from torch.nn.parameter import is_lazy
 
 from gradsplit.compile_core.capture.values.base import CaptureState, PlainCall, Value
-from gradsplit.compile_core.capture.values.constants import BuiltinMethod, ConstantValue, SequenceIterator
+from gradsplit.compile_core.capture.values.constants import BuiltinMethod, ConstantValue, fold
 from gradsplit.compile_core.ir.sources import AttributeSource, ItemSource, Source
 
 # Methods that answer from metadata alone, which the guards pin down.
@@ -204,9 +204,7 @@ class TensorValue(Value):
         if not hasattr(torch.Tensor, name) or name in _own_names(self.cls):
             return self.get_attribute(state, name).call(state, args, kwargs)
         if name in _METADATA_METHODS:
-            real = [argument.as_constant() for argument in args]
-            named = {key: argument.as_constant() for key, argument in kwargs.items()}
-            return state.from_constant(getattr(self.fake, name)(*real, **named))
+            return fold(state, getattr(self.fake, name), args, kwargs)
         if name == "type" and not args and not kwargs:
             return ConstantValue(type_name(self.fake))
         if name == "__len__":
@@ -227,8 +225,7 @@ class TensorValue(Value):
     def iterate(self, state: CaptureState) -> Value:
         if self.fake.dim() == 0:
             raise state.raise_exception(TypeError, "iteration over a 0-d tensor")
-        items = state.call_tensor_op("call_method", "unbind", [self, ConstantValue(0)], {})
-        return SequenceIterator(list(state.items_of(items)))
+        return state.call_tensor_op("call_method", "unbind", [self, ConstantValue(0)], {}).iterate(state)
 
     def length(self, state: CaptureState) -> int:
         if self.fake.dim() == 0:
