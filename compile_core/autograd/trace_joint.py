@@ -43,6 +43,7 @@ from gradsplit.compile_core.autograd.tracing.arrivals import (
     reaching_roots,
 )
 from gradsplit.compile_core.autograd.tracing.captured_nodes import CapturedNodes
+from gradsplit.compile_core.autograd.tracing.class_numbers import counted_classes
 from gradsplit.compile_core.autograd.tracing.custom_operators import (
     drawing_by_state,
     functional_custom_operators,
@@ -106,7 +107,7 @@ def trace_joint(
             higher_order.checkpoint: run_marked, tag_activation_checkpoint: run_tagged,
             **control_flow.replacements(), **attention.replacements(), **noted_default_dtypes(),
             **functional_custom_operators(module, calls, fake_mode), **drawing_by_state(calls, fake_mode),
-            **layered_networks(fake_mode),
+            **layered_networks(fake_mode), **counted_classes(),
         }  # fmt: skip
         traceable = replace_calls(module, replacements)
         return _trace(traceable, examples, fake_mode, decompositions, calls, operations, symbols)
