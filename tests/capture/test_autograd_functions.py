@@ -109,6 +109,20 @@ class NoMaterialized(torch.autograd.Function):
         return (one * 2 if two is None else one + two) if one is not None else two
 
 
+class WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.set_materialize_grads(False)
+        largest = x > 0
+        ctx.mark_non_differentiable(largest)
+        return x * 2, largest
+
+    @staticmethod
+    def backward(ctx, one, two):
+        assert two is None
+        return one * 3
+
+
 def doubled_exp(x):
     return DoubledExp.apply(x * 1) + 1
 
@@ -141,6 +155,10 @@ def not_materialized(x):
     return NoMaterialized.apply(x)[0]
 
 
+def without_gradient(x):
+    return WithoutGradient.apply(x)
+
+
 def under_no_grad(x):
     with torch.no_grad():
         y = DoubledExp.apply(x)
@@ -149,6 +167,7 @@ def under_no_grad(x):
 
 PROGRAMS = [
     doubled_exp, scaled, two_results, in_place, once, straight_through, not_materialized, under_no_grad,
+    without_gradient,
 ]  # fmt: skip
 
 

@@ -61,6 +61,19 @@ def list_methods(x, n):
 
 
 @program
+def special_methods_by_name(x, n):
+    table, queue, members = {"a": 1}, OrderedDict(k=x), {1, n}
+    seen = defaultdict(list)
+    table.__setitem__("b", n)
+    queue.__setitem__("q", x + 1)
+    seen.__getitem__("z").append(table.__len__())
+    found = list(map(table.__getitem__, "ba")), list(filter(members.__contains__, range(4)))
+    items = [n, 2, 3]
+    items.__delitem__(0)
+    return table, queue, seen, found, items, list(items.__iter__()), sorted("ba", key=table.__getitem__)
+
+
+@program
 def list_slices(x, n):
     a = list(range(8))
     a[1:3] = [10, 11, 12]

@@ -67,7 +67,7 @@ def _check_harmless(state: CaptureState, cls: ClassValue, args: list[Value]) -> 
         if torch.is_grad_enabled() and any(context.needs_input_grad):
             if find_class_entry(state, cls.real, "backward")[0] is _BASE:
                 raise state.unsupported("autograd-function", f"{cls.real.__qualname__} has no backward")
-            gradients = [_gradient(graph, value) for value in results]
+            gradients = [_gradient(graph, context, value) for value in results]
             with grad_mode(state, False):
                 cls.get_attribute(state, "backward").call(state, [context, *gradients], {})
         if any(placeholder not in given for placeholder in graph.lifted.values()):
@@ -102,9 +102,11 @@ def _run_forward(
     return [result]
 
 
-def _gradient(graph: BodyGraph, value: Value) -> Value:
-    """What backward gets for a result: a tensor like it (zeros where nobody used it), None for what is no tensor."""
-    if not isinstance(value, TensorValue):
+def _gradient(graph: BodyGraph, context: FunctionContext, value: Value) -> Value:
+    """What backward gets for a result: a tensor like it (zeros where nobody used it), None for what is no tensor, or
+    has no gradient where zeros are not asked for."""
+    has_none = value in context.told.get("mark_non_differentiable", ())
+    if not isinstance(value, TensorValue) or (has_none and "set_materialize_grads" in context.told):
         return ConstantValue(None)
     with graph.fake_mode:
         fake = torch.empty_like(value.fake)
@@ -117,13 +119,13 @@ class FunctionContext(InstanceValue):
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         super().__init__(FunctionCtx, None, None)
         self.needs_input_grad = needs_input_grad
-        self._saved: list[Any] = []
+        self.told: dict[str, list[Value]] = {}
 
     def get_attribute(self, state: CaptureState, name: str) -> Value:
         if name == "needs_input_grad" and name not in self.changes:
             return state.from_constant(self.needs_input_grad)
         if name == "saved_tensors":
-            return SequenceValue(list(self._saved), tuple)
+            return SequenceValue(list(self.told.get("save_for_backward", ())), tuple)
         if name in (
             "save_for_backward",
             "save_for_forward",
@@ -137,6 +139,5 @@ class FunctionContext(InstanceValue):
     def call_method(
         self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
     ) -> Value:
-        if name == "save_for_backward":
-            self._saved = list(args)
+        self.told[name] = args
         return ConstantValue(None)

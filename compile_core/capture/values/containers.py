@@ -24,6 +24,7 @@ Item = Value | LazyValue
 
 # The text of a container is made of those of its items.
 _TEXTS = ("__repr__", "__str__")
+_SPECIAL = ("__getitem__", "__setitem__", "__delitem__", "__contains__", "__len__", "__iter__")
 
 
 class ContainerValue(Value):
@@ -46,6 +47,9 @@ class ContainerValue(Value):
             raise state.no_attribute(self.cls, name)
         if name in self.methods or name in _TEXTS:
             return BuiltinMethod(self, name)
+        if name in _SPECIAL:
+            of_type = state.wrap(getattr(self.cls, name), None)
+            return state.wrap(functools.partial, None).call(state, [of_type, self], {})
         return super().get_attribute(state, name)
 
     def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
