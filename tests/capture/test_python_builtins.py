@@ -441,6 +441,19 @@ def names_of_modules(x, n):
     return x + 1, "sqrt" in dir(math), "relu" in dir(torch), "append" in dir([n]), "hashed" in dir(Hashed)
 
 
+class Index:
+    def __index__(self):
+        return 2
+
+    def __mul__(self, other):
+        return NotImplemented
+
+
+@program
+def multiples_by_objects(x, n):
+    return x + 1, "a" * Index(), Index() * "a", Index() * [n], (n,) * Index(), Index() * x.shape
+
+
 @program
 def numbers_of_objects(x, n):
     return x + 1, complex(Measured()), float(Measured()), int(n * 1.0)

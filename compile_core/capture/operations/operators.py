@@ -119,12 +119,12 @@ def _of_instances(state: CaptureState, written: str, left: Value, right: Value) 
         return binary(state, symbol, first, second)
     if symbol == "%" and isinstance(left, ConstantValue) and isinstance(left.value, str):
         return fill_in(state, left.value, right)
-    if symbol == "*" and isinstance(left, SequenceValue):
-        index = special_call(state, right, "__index__", [])
+    for sequence, times in ((left, right), (right, left)) if symbol == "*" else ():
+        is_sequence = issubclass(sequence.python_type(), (list, tuple, str, bytes))
+        index = special_call(state, times, "__index__", []) if is_sequence else None
         if index is not None:
-            return binary(state, symbol, left, index)
-    shown = "** or pow()" if symbol == "**" else symbol
-    shown = f"{shown}=" if written in IN_PLACE else shown
+            return binary(state, symbol, sequence, index)
+    shown = ("** or pow()" if symbol == "**" else symbol) + "=" * (written in IN_PLACE)
     kinds = " and ".join(f"{side.python_type().__name__!r}" for side in (left, right))
     raise state.raise_exception(TypeError, f"unsupported operand type(s) for {shown}: {kinds}")
 
