@@ -111,16 +111,15 @@ class NoMaterialized(torch.autograd.Function):
 
 class WithoutGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
-        ctx.set_materialize_grads(False)
-        largest = x > 0
-        ctx.mark_non_differentiable(largest)
-        return x * 2, largest
+    def forward(ctx, x, with_zeros):
+        ctx.set_materialize_grads(with_zeros)
+        sign = x.sign()
+        ctx.mark_non_differentiable(sign)
+        return x * 2, sign
 
     @staticmethod
     def backward(ctx, one, two):
-        assert two is None
-        return one * 3
+        return (one * 3 if two is None else one * 5 + two), None
 
 
 def doubled_exp(x):
@@ -156,7 +155,11 @@ def not_materialized(x):
 
 
 def without_gradient(x):
-    return WithoutGradient.apply(x)
+    return WithoutGradient.apply(x, False)
+
+
+def with_zeros(x):
+    return WithoutGradient.apply(x, True)
 
 
 def under_no_grad(x):
@@ -167,7 +170,7 @@ def under_no_grad(x):
 
 PROGRAMS = [
     doubled_exp, scaled, two_results, in_place, once, straight_through, not_materialized, under_no_grad,
-    without_gradient,
+    without_gradient, with_zeros,
 ]  # fmt: skip
 
 

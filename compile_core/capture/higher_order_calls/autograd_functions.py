@@ -103,10 +103,10 @@ def _run_forward(
 
 
 def _gradient(graph: BodyGraph, context: FunctionContext, value: Value) -> Value:
-    """What backward gets for a result: a tensor like it (zeros where nobody used it), None for what is no tensor, or
-    has no gradient where zeros are not asked for."""
-    has_none = value in context.told.get("mark_non_differentiable", ())
-    if not isinstance(value, TensorValue) or (has_none and "set_materialize_grads" in context.told):
+    """What backward gets for a result: a tensor like it (zeros where nobody used it), None where it is to get that."""
+    asks_for_none = any(not each.as_constant() for each in context.told.get("set_materialize_grads", ()))
+    has_none = asks_for_none and value in context.told.get("mark_non_differentiable", ())
+    if not isinstance(value, TensorValue) or has_none:
         return ConstantValue(None)
     with graph.fake_mode:
         fake = torch.empty_like(value.fake)
