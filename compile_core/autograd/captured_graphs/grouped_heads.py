@@ -78,9 +78,9 @@ def _changes(node: Node, keep_random_numbers: bool) -> dict[str, Any]:
         return {}
     result = TensorSpec.of(node.meta["example_value"])
     # Autocast has attention compute in the dtype of the result.
-    examples = (each.meta["example_value"] for each in (arguments["query"], key, value))
-    tensors = tuple(example.to(result.dtype) for example in examples)
-    if result.is_open or not result.is_dense or not takes_groups(*tensors, dropout_p, is_causal):
+    given = (each.meta["example_value"].to(result.dtype) for each in (arguments["query"], key, value))
+    query, keys, values = given
+    if result.is_open or not result.is_dense or not takes_groups(query, keys, values, dropout_p, is_causal):
         return {}
     strides = arguments.get("strides", result.stride)
     return {"key": key, "value": value, "enable_gqa": True, "strides": strides}
