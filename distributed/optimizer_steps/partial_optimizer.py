@@ -19,7 +19,7 @@ import torch
 from torch.distributed.algorithms.join import Joinable
 from torch.utils.hooks import RemovableHandle
 
-from gradsplit.compile_core.torch_facts.optimizers import global_post_hooks, global_pre_hooks
+from gradsplit.compile_core.torch_facts.optimizers import global_post_hooks, global_pre_hooks, note_step
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 # By which a GradScaler sees whether an optimizer takes scaled gradients.
@@ -80,7 +80,7 @@ class PartialOptimizer:
         hooks = [hook for name in _HOOKS for hook in getattr(optimizer, name).values()]
         for of_all in (global_pre_hooks, global_post_hooks):
             hooks += of_all.values()
-        if any(hook is not _refuse_call for hook in hooks):
+        if any(hook not in (_refuse_call, note_step) for hook in hooks):
             raise RuntimeError(
                 f"{type(optimizer).__name__} has hooks on its step, but with step_in_backward there is no step of all "
                 "its parameters at once: remove the hooks, or call optimizer.step() without step_in_backward"

@@ -19,19 +19,19 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradsplit.compile_core.ir.graphs import FoldedValues
 from gradsplit.compile_core.ir.kept_calls import in_layout
 from gradsplit.compile_core.ir.regions import graph_results
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.torch_facts.optimizers import hear_of_steps, rounds_of_steps
 from gradsplit.compile_core.torch_facts.torch_switches import without_autocast
 
 _version, _storage = attrgetter("_version"), attrgetter("_cdata")
@@ -72,7 +72,7 @@ class FoldedParameters:
         self._is_compared = is_compared
         self._lock = threading.Lock()
         self._kept: dict[tuple[int, ...], _Kept] = {}
-        _hear_of_optimizers()
+        hear_of_steps()
 
     def values_for(self, inputs: Sequence[Any]) -> Sequence[Tensor]:
         """The values for these inputs of the graph."""
@@ -123,14 +123,14 @@ class _State:
         self._versions = [*map(_version, given)]
         # Others are no optimizer's.
         self._trains = any(tensor.requires_grad for tensor in given)
-        self._round = _optimizers.round()
+        self._round = rounds_of_steps()
         self._compared = [k for k, tensor in enumerate(given) if is_compared(tensor)]
         self._before = self._joined(given)
 
     def holds(self, given: Sequence[Tensor]) -> bool:
         """Whether they still are; the tensors are known to be the same."""
         return (
-            not (self._trains and _optimizers.round() != self._round)
+            not (self._trains and rounds_of_steps() != self._round)
             and [*map(_version, given)] == self._versions
             and [*map(_storage, map(Tensor.untyped_storage, given))] == self._storages
             and [*map(Tensor.data_ptr, given)] == self._addresses
@@ -174,29 +174,3 @@ def _forget(parameters: weakref.ref[FoldedParameters], key: tuple[int, ...], dea
     living = parameters()
     if living is not None:
         living._kept.pop(key, None)
-
-
-class _Optimizers:
-    """Whether any has made a step, and how often that was found out."""
-
-    have_stepped = False
-    rounds = 0
-
-    def round(self) -> int:
-        if self.have_stepped:
-            self.have_stepped = False
-            self.rounds += 1
-        return self.rounds
-
-
-_optimizers = _Optimizers()
-
-
-@cache
-def _hear_of_optimizers() -> None:
-    register_optimizer_step_post_hook(_note_step)
-
-
-def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """A store and nothing else, which compiled steps can do, too."""
-    _optimizers.have_stepped = True

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from gradsplit.compile_core.torch_facts.optimizers import hear_of_steps, rounds_of_steps
 from gradsplit.distributed.optimizer_steps.parameter_readers import ParameterReaders
 from gradsplit.distributed.optimizer_steps.partial_optimizer import PartialOptimizer
 from gradsplit.distributed.optimizer_steps.step_in_backward import StepInBackward
@@ -99,3 +100,15 @@ def test_unknown_reads_are_of_everything(parameters):
     readers.program_begins()
     readers.region_ended({})
     assert readers.read == set("abc")
+
+
+def test_steps_of_parts_are_heard_of(parameters):
+    """By the values of frozen parameters, whose hook on all optimizers' steps is none that waits for the whole step."""
+    hear_of_steps()
+    before, stepper = rounds_of_steps(), stepper_of(parameters)
+    stepper.begin_round("abc")
+    stepper.program_begins()
+    stepper.reducing("abc", FakeWork())
+    stepper.region_ended({})
+    stepper.end_round([])
+    assert stepped(parameters) == "abc" and rounds_of_steps() != before
