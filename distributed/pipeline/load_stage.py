@@ -16,7 +16,6 @@ from gradsplit.compile_core.interface.module_compilers import CompileRequest
 from gradsplit.distributed.agreement.agreement import agreement_of
 from gradsplit.distributed.group_backend import backend_of
 from gradsplit.distributed.pipeline.export_folder import read_layout, read_stage
-from gradsplit.distributed.pipeline.layout import PipelineLayout
 from gradsplit.distributed.pipeline.pipeline_stage import CompiledStage
 from gradsplit.distributed.pipeline.rank_step import RankStep
 
@@ -62,9 +61,11 @@ def load_stage(
         part = read_stage(path, stage, place)
     except ExportError as error:
         problem = str(error)
-    loaded, term = _compare(problem, checksum, stage, group)
+    key = ("" if layout is None else layout.identity, id(group))
+    step = _steps.get(key)
+    loaded, term, is_known = _compare(problem, checksum, stage, group, "" if step is None else step.name)
     if replicas is not None:
-        stages, _ = _compare("", checksum, stage, replicas)
+        stages, _, _ = _compare("", checksum, stage, replicas)
         if len(set(stages)) > 1:
             raise ValueError(f"replicas have one stage in common, and these ranks load {stages}")
     assert layout is not None and part is not None
@@ -72,7 +73,10 @@ def load_stage(
     agreement_of(group or dist.group.WORLD).settle("loads a stage of a pipeline", _MEETING_S)  # type: ignore[arg-type]
     if place.type == "cpu":
         _keep_freed_memory()
-    step = _step_of(layout, place, group)
+    if step is None or not is_known:
+        # Of the backends that torch has, one; NCCL reads what was sent in the order in which it was sent.
+        has_tags = backend_of(group or dist.group.WORLD, place) == "gloo"  # type: ignore[arg-type]
+        _steps[key] = step = RankStep(term, layout, place, group, has_tags)
     step.note_loaded(loaded, term)
     return CompiledStage(layout, stage, part, place, request, group, step, replicas)
 
@@ -87,16 +91,20 @@ def _keep_freed_memory() -> None:
 
 
 def _compare(
-    problem: str, checksum: str, stage: int, group: dist.ProcessGroup | None
-) -> tuple[list[int], str]:
-    """The stages that the ranks of a group load, and a new name that all of them have now; each rank raises what any of
-    them has met.
+    problem: str, checksum: str, stage: int, group: dist.ProcessGroup | None, known: str = ""
+) -> tuple[list[int], str, bool]:
+    """The stages that the ranks of a group load, a new name that all of them have now, and whether they know the same
+    step; each rank raises what any of them has met.
+
+    Args:
+        known: the name of this rank's step. One rank may still have that of stages which are gone, and which another
+            has collected already: such a rank would use communicators that the other makes anew.
 
     Raises:
         ExportError: one of them cannot, or they have different exports.
     """
     found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, (problem, checksum, stage, uuid.uuid4().hex), group=group)
+    dist.all_gather_object(found, (problem, checksum, stage, uuid.uuid4().hex, known), group=group)
     for rank, (theirs, *_) in enumerate(found):
         if theirs:
             raise ExportError(f"rank {rank} cannot load its stage: {theirs}")
@@ -105,15 +113,5 @@ def _compare(
         raise ExportError(
             f"ranks 0 and {others[0]} load stages of different exports; give all ranks the same folder"
         )
-    return [stage for _, _, stage, _ in found], found[0][3]
-
-
-def _step_of(layout: PipelineLayout, device: torch.device, group: dist.ProcessGroup | None) -> RankStep:
-    key = (layout.identity, id(group))
-    if key not in _steps:
-        # Of the backends that torch has, one; NCCL reads what was sent in the order in which it was sent.
-        has_tags = backend_of(group or dist.group.WORLD, device) == "gloo"  # type: ignore[arg-type]
-        step = RankStep(layout, device, group, has_tags)
-        _steps[key] = step
-        return step
-    return _steps[key]
+    is_known = bool(known) and all(theirs == known for *_, theirs in found)
+    return [stage for _, _, stage, _, _ in found], found[0][3], is_known

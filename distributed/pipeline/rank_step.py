@@ -37,6 +37,7 @@ class RankStep:
     """The steps of one rank's stages of one pipeline.
 
     Args:
+        name: which the group's ranks have for it.
         layout: of the pipeline.
         device: of its stages.
         group: of its ranks.
@@ -49,8 +50,14 @@ class RankStep:
     """
 
     def __init__(
-        self, layout: PipelineLayout, device: torch.device, group: dist.ProcessGroup | None, has_tags: bool
+        self,
+        name: str,
+        layout: PipelineLayout,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        has_tags: bool,
     ) -> None:
+        self.name = name
         self.shapes: tuple[Shape, ...] = layout.example_shapes
         self.layout, self.device = layout.at(self.shapes), device
         self.mail = Mail(group, len(layout.stages), has_tags)
