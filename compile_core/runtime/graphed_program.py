@@ -467,16 +467,9 @@ def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
             foreach_copy([target for target, _ in group], [source for _, source in group])
 
 
-def _extent(tensor: torch.Tensor) -> int:
-    """Elements from the first to the last in memory."""
-    if tensor.numel() == 0:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
 def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """All that a tensor spans, in the order of memory: gaps and shared elements as they lie."""
-    return tensor.as_strided((_extent(tensor),), (1,), tensor.storage_offset())
+    return tensor.as_strided((TensorSpec.of(tensor).span,), (1,), tensor.storage_offset())
 
 
 def _empty_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -38,12 +38,11 @@ def layered(network: Network, open_sizes: bool) -> Network:
             return network(sequence, states, weights, *settings)
         has_biases, layers, dropout, train, bidirectional, batch_first = settings
         drops = bool(train and dropout) and layers > 1
-        if _runs_on_cudnn(sequence):
-            run_layer = partial(_cudnn_layer, network, has_biases, train, bidirectional)
-        elif open_sizes and drops:
-            run_layer = partial(_layer, network, has_biases, train, bidirectional)
-        else:
+        on_cudnn = _runs_on_cudnn(sequence)
+        if not on_cudnn and not (open_sizes and drops):
             return network(sequence, states, weights, *settings)
+        run_layer = partial(_cudnn_layer, network) if on_cudnn else network
+        one_layer = (has_biases, 1, 0.0, train, bidirectional, False)
         sequence = sequence.transpose(0, 1) if batch_first else sequence
         directions = 2 if bidirectional else 1
         of_layer = [directions, len(weights) // layers]
@@ -52,7 +51,7 @@ def layered(network: Network, open_sizes: bool) -> Network:
             begin, weights_begin = (layer * count for count in of_layer)
             end, weights_end = begin + of_layer[0], weights_begin + of_layer[1]
             first = states[begin:end] if isinstance(states, Tensor) else [one[begin:end] for one in states]
-            sequence, *left = run_layer(sequence, first, weights[weights_begin:weights_end])
+            sequence, *left = run_layer(sequence, first, weights[weights_begin:weights_end], *one_layer)
             last.append(left)
             if drops and layer < layers - 1:
                 sequence = torch.dropout(sequence, dropout, train=True)
@@ -60,18 +59,6 @@ def layered(network: Network, open_sizes: bool) -> Network:
         return (sequence, *(torch.cat(parts) for parts in zip(*last, strict=True)))
 
     return run
-
-
-def _layer(
-    network: Network,
-    has_biases: bool,
-    train: bool,
-    bidirectional: bool,
-    sequence: Tensor,
-    states: Any,
-    weights: Any,
-) -> Any:
-    return network(sequence, states, weights, has_biases, 1, 0.0, train, bidirectional, False)
 
 
 def _runs_on_cudnn(sequence: Tensor) -> bool:
@@ -85,20 +72,12 @@ def _runs_on_cudnn(sequence: Tensor) -> bool:
     return sequence.dtype in dtypes and sequence.numel() != 0
 
 
-def _cudnn_layer(
-    network: Network,
-    has_biases: bool,
-    train: bool,
-    bidirectional: bool,
-    sequence: Tensor,
-    states: Any,
-    weights: Any,
-) -> Any:
+def _cudnn_layer(network: Network, sequence: Tensor, states: Any, weights: Any, *one_layer: Any) -> Any:
     """One layer as cuDNN runs it: the sequence, (steps, batch, features), and the last states."""
+    has_biases, _, _, train, bidirectional, _ = one_layer
     hidden, cell = (states, None) if isinstance(states, Tensor) else states
-    if torch.is_autocast_enabled(
-        "cuda"
-    ):  # to float16, whatever dtype the context names: torch's rule for cuDNN
+    # To float16, whatever dtype the context names: torch's rule for cuDNN.
+    if torch.is_autocast_enabled("cuda"):
         sequence, hidden, *weights = map(_as_half, (sequence, hidden, *weights))
         cell = None if cell is None else _as_half(cell)
     outputs = hidden.shape[2]
@@ -135,8 +114,8 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any):
-        *saved, for_weights = *ctx.saved_tensors, any(ctx.needs_input_grad[4:])
-        sequence, hidden, cell, output, reserve, flat_weights, *weights = saved
+        sequence, hidden, cell, output, reserve, flat_weights, *weights = ctx.saved_tensors
+        for_weights = any(ctx.needs_input_grad[4:])
         found = torch.ops.gradsplit.cudnn_layer_backward.default(
             sequence,
             hidden,

@@ -19,6 +19,7 @@ import torch
 from gradsplit.compile_core.autograd.operators.costs import result_bytes
 from gradsplit.compile_core.ir.graphs import PartitionedGraph
 from gradsplit.compile_core.ir.regions import graph_inputs
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
 # Calls without any backward, as in an evaluation, that make copies.
 _MOST_CALLS = 100
@@ -87,5 +88,5 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     """A copy with the very strides, also of an expanded tensor."""
     if not tensor.numel():
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.detach().as_strided((reach,), (1,)).clone().as_strided(tensor.shape, tensor.stride(), 0)
+    memory = tensor.detach().as_strided((TensorSpec.of(tensor).span,), (1,))
+    return memory.clone().as_strided(tensor.shape, tensor.stride(), 0)

@@ -29,11 +29,7 @@ aten = torch.ops.aten
 def convolution(input: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Any:
     """Decomposition of ``aten.convolution`` for images ``[N, C, H, W]`` of 16-bit floats, which are brought into the
     channels-last layout; declines others, and operands that are in that layout."""
-    if not _is_image(input):
-        return NotImplemented
-    if _are_channels_last(input, weight):
-        return NotImplemented
-    return aten.convolution.default(_channels_last(input), _channels_last(weight), bias, *settings)
+    return frozen_convolution(input, weight, bias, *settings) if _is_image(input) else NotImplemented
 
 
 def frozen_convolution(input: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Any:
