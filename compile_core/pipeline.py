@@ -17,17 +17,17 @@ import torch
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from gradsplit.compile_core import config
+from gradsplit.compile_core.autograd.bound_graphs.after_host_part import AfterHostPart
 from gradsplit.compile_core.autograd.bound_graphs.bind import BoundGraph, bind_autograd
 from gradsplit.compile_core.autograd.bound_graphs.double_backward import differentiable_backward
 from gradsplit.compile_core.autograd.bound_graphs.folded_graph import FoldedGraph, FoldedParameters
-from gradsplit.compile_core.autograd.bound_graphs.moved_scalars import MovedScalars, moved
 from gradsplit.compile_core.autograd.bound_graphs.stored_gradients import StoredGradients
 from gradsplit.compile_core.autograd.bound_graphs.updated_inputs import updated_inputs, updating
 from gradsplit.compile_core.autograd.captured_graphs.cut_around import cut_around
 from gradsplit.compile_core.autograd.captured_graphs.cut_at_results import cut_at_results
 from gradsplit.compile_core.autograd.captured_graphs.fake_values import note_fake_values
 from gradsplit.compile_core.autograd.captured_graphs.held_inputs import held_inputs, is_compared
-from gradsplit.compile_core.autograd.captured_graphs.host_scalars import host_scalars
+from gradsplit.compile_core.autograd.captured_graphs.host_part import host_part
 from gradsplit.compile_core.autograd.captured_graphs.pieces import Piece, link_pieces
 from gradsplit.compile_core.autograd.captured_graphs.unnoticed_changes import refuse_changes_of_what_is_saved
 from gradsplit.compile_core.autograd.partitioning.partition import partition
@@ -242,18 +242,19 @@ def compile_stages(
     options: CompileOptions,
     planner: SchedulePlanner | None,
     held: frozenset[int] = frozenset(),
-) -> CompiledGraph | GraphOfManySizes | FoldedGraph | MovedScalars:
+) -> CompiledGraph | GraphOfManySizes | FoldedGraph | AfterHostPart:
     """The stages proper; see ``compile_module``."""
-    scalars = host_scalars(module, examples) if options.cuda_graphs and planner is None else {}
-    if scalars:
-        examples = [scalars.get(position, example) for position, example in enumerate(examples)]
-        devices = {position: moved_to.device for position, moved_to in scalars.items()}
-        inputs = moved(inputs, devices)
-        held -= scalars.keys()
+    parts = host_part(module, examples) if options.cuda_graphs and planner is None else None
+    if parts is not None:
+        examples = [node.meta["example_value"] for node in parts.device.graph.find_nodes(op="placeholder")]
+        taken = parts.device_inputs
+        inputs = [inputs[position] for position in taken]
+        inputs += fakes_like(examples[len(taken) :], value_at_compilation)
+        held = frozenset(taken.index(position) for position in held if position in taken)
         compiled = compile_stages(
-            module, examples, inputs, backend=backend, options=options, planner=planner, held=held
+            parts.device, examples, inputs, backend=backend, options=options, planner=planner, held=held
         )
-        return MovedScalars(compiled, devices)
+        return AfterHostPart(parts, compiled)
     dump = StageDump(options.text_folder, options.diagram_folder)
     dump("captured", print_graph, module)
     backend.prepare(device_type_of(examples))

@@ -133,14 +133,36 @@ def test_a_failed_capture_is_survived(caplog: Any, recorded: list[str]) -> None:
     assert recorded or "recording failed" in caplog.text
 
 
-def test_tensors_on_the_cpu_are_the_reason(caplog: Any, recorded: list[str]) -> None:
-    def program(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return x * scale
+def test_what_the_cpu_does_runs_before_a_replay(recorded: list[str]) -> None:
+    def program(x: torch.Tensor, scale: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        chance = torch.rand([])
+        y = x * chance * scale + (positions + 1).to(x.device)
+        return y.sin(), chance < 0.5, positions * 2
 
     compiled = gradsplit.compile(program, mode="reduce-overhead")
+    x = torch.ones(4, device="cuda", requires_grad=True)
+    for step in range(6):
+        scale, positions = torch.tensor(3.0 + step), torch.arange(4) + step
+        torch.manual_seed(step)
+        found = compiled(x, scale, positions)
+        after = torch.get_rng_state()
+        torch.manual_seed(step)
+        expected = program(x, scale, positions)
+        assert torch.equal(after, torch.get_rng_state())
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(y[0].sum(), x) for y in (found, expected)))
+    assert recorded
+
+
+def test_tensors_on_the_cpu_are_the_reason(caplog: Any, recorded: list[str]) -> None:
+    def program(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return x * (weights * 2).to(x.device)
+
+    compiled = gradsplit.compile(program, mode="reduce-overhead")
+    x, weights = torch.ones(4, device="cuda"), torch.ones(4, requires_grad=True)
     for _ in range(3):
-        found = compiled(torch.ones(4, device="cuda"), torch.tensor(3.0))
-    assert torch.equal(found, torch.full((4,), 3.0, device="cuda"))
+        found = compiled(x, weights)
+    assert torch.equal(found, torch.full((4,), 2.0, device="cuda"))
     assert not recorded and "it has tensors on: cpu, cuda" in caplog.text
 
 

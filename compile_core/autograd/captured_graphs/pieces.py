@@ -9,6 +9,7 @@ end of one piece and entered at the beginning of the next. Other modes must be a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,8 +21,8 @@ from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.number_nodes import number_node
 from gradsplit.compile_core.ir.numbers import NumberSource, expression_of, has_backed_symbols, symbol_places
 from gradsplit.compile_core.torch_facts.lazy_modules import lazy_module
+from gradsplit.compile_core.torch_facts.random_state import draws_returned_on_error
 from gradsplit.compile_core.torch_facts.thread_state import enter_autocast, exit_autocast
-from gradsplit.compile_core.torch_facts.torch_switches import saved_tensor_hooks_are_active
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class LinkedPieces:
         outputs: names of its results.
         pieces: what is called for each piece, with what it takes and returns.
         gives_back_draws: where a piece raises the call is made again as plain Python, so random numbers that earlier
-            pieces drew from the CPU's generator are given back; see ``returned_draws``.
+            pieces drew from the CPU's generator are given back.
     """
 
     inputs: tuple[str, ...]
@@ -59,16 +60,8 @@ class LinkedPieces:
     gives_back_draws: bool
 
     def __call__(self, *given: Any) -> tuple[torch.Tensor, ...]:
-        if not self.gives_back_draws:
+        with draws_returned_on_error() if self.gives_back_draws else nullcontext():
             return self._run(given)
-        generator = torch.default_generator
-        drawn = generator.get_state()
-        try:
-            return self._run(given)
-        except Exception:
-            if not saved_tensor_hooks_are_active():
-                generator.set_state(drawn)
-            raise
 
     def _run(self, given: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         values = dict(zip(self.inputs, given, strict=True))
