@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from gradsplit.compile_core.autograd.captured_graphs.fold_batch_norms import fold_batch_norms
 from gradsplit.compile_core.autograd.captured_graphs.grouped_heads import group_heads
 from gradsplit.compile_core.autograd.captured_graphs.known_masks import simplify_masks
+from gradsplit.compile_core.autograd.captured_graphs.mask_rows import put_masks_in_rows
 from gradsplit.compile_core.autograd.captured_graphs.open_probabilities import draw_uniform
 from gradsplit.compile_core.autograd.rewrites.absent_gradients import keep_absent_apart
 from gradsplit.compile_core.autograd.rewrites.chunk_rows import chunk_rows
@@ -99,6 +100,7 @@ CAPTURED_PASSES: Sequence[Pass[GraphModule, GraphChoices]] = (
     Pass("open_probabilities", lambda module, choices: draw_uniform(module)),
     Pass("known_masks", lambda module, choices: simplify_masks(module, not choices.makes_random_numbers)),
     Pass("grouped_heads", lambda module, choices: group_heads(module, not choices.makes_random_numbers)),
+    Pass("mask_rows", lambda module, choices: put_masks_in_rows(module, not choices.makes_random_numbers)),
     Pass(
         "fold_batch_norms",
         lambda module, choices: fold_batch_norms(module, choices.held),

@@ -16,6 +16,7 @@ from torch import Tensor
 import gradsplit
 from gradsplit.compile_core import passes
 from gradsplit.compile_core.autograd.captured_graphs import grouped_heads as heads
+from gradsplit.compile_core.autograd.captured_graphs import mask_rows as masks
 from gradsplit.compile_core.autograd.rewrites import pack_weights as packing
 from gradsplit.compile_core.autograd.trace_joint import trace_joint
 from gradsplit.compile_core.autograd.tracing import random_decompositions
@@ -75,6 +76,13 @@ def grouped_heads() -> Any:
         return F.scaled_dot_product_attention(query, key, key)
 
     return captured_in(attend, (torch.ones(1, 2, 3, 4), torch.ones(1, 1, 3, 4))), GRAPHS
+
+
+def mask_rows() -> Any:
+    def attend(query: Tensor, bias: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, query, query, attn_mask=bias.permute(2, 0, 1))
+
+    return captured_in(attend, (torch.ones(1, 2, 3, 4), torch.ones(3, 3, 2))), GRAPHS
 
 
 def open_probabilities() -> Any:
@@ -167,6 +175,7 @@ EXAMPLES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "open_probabilities": open_probabilities,
     "known_masks": known_masks,
     "grouped_heads": grouped_heads,
+    "mask_rows": mask_rows,
     "fold_batch_norms": fold_batch_norms,
     "absent_gradients": absent_gradients,
     "random_to_counters": random_to_counters,
@@ -204,6 +213,7 @@ def test_before_and_after(
     # What is faster on the machine that runs this is not the question.
     monkeypatch.setattr(passes, "gemm_speed", lambda folder: GemmSpeed(1, 1, 0, 0, 0))
     monkeypatch.setattr(heads, "takes_groups", lambda *given: True)
+    monkeypatch.setattr(masks, "takes_mask", lambda attention: attention.attn_mask.stride(-1) == 1)
     monkeypatch.setattr(packing, "has_bfloat16_kernels", lambda: True)
     monkeypatch.setattr(choose_products, "_tile_for", lambda *arguments: TILE)
     torch.set_float32_matmul_precision("highest")

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradsplit
 from gradsplit.compile_core.autograd.captured_graphs import grouped_heads
-from gradsplit.compile_core.autograd.captured_graphs.known_masks import attention_laid_out
+from gradsplit.compile_core.autograd.captured_graphs.attention_calls import attention_laid_out
 
 HEADS, GROUPS, LENGTH, SIZE = 6, 2, 5, 4
 

@@ -13,8 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import gradsplit
+from gradsplit.compile_core.autograd.captured_graphs.attention_calls import attention_laid_out
 from gradsplit.compile_core.autograd.captured_graphs.fake_values import note_fake_values
-from gradsplit.compile_core.autograd.captured_graphs.known_masks import attention_laid_out, simplify_masks
+from gradsplit.compile_core.autograd.captured_graphs.known_masks import simplify_masks
 from gradsplit.compile_core.torch_facts.fake_tensors import fakes_like
 
 SIZE = 6

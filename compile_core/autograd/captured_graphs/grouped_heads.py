@@ -13,14 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
-from torch.nn.functional import scaled_dot_product_attention
 
-from gradsplit.compile_core.autograd.captured_graphs.known_masks import (
+from gradsplit.compile_core.autograd.captured_graphs.attention_calls import (
     attention_arguments,
-    attention_laid_out,
+    change_attention,
 )
-from gradsplit.compile_core.autograd.captured_graphs.replace_calls import copy_module, traced_bodies
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
 # Names of functions and methods that lay the elements of their argument out in row-major order.
@@ -41,32 +38,11 @@ def group_heads(module: GraphModule, keep_random_numbers: bool) -> GraphModule:
     Args:
         keep_random_numbers: whether dropout must draw what it draws with repeated heads.
     """
-    changes = {node: _changes(node, keep_random_numbers) for node in module.graph.nodes}
-    bodies = {name: group_heads(body, keep_random_numbers) for name, body in traced_bodies(module)}
-    if not any(changes.values()) and all(body is getattr(module, name) for name, body in bodies.items()):
-        return module
-    grouped = copy_module(module)
-    copies = dict(zip(module.graph.nodes, grouped.graph.nodes, strict=True))
-    for node, changed in changes.items():
-        if not changed:
-            continue
-        call = copies[node]
-        repeated = dict.fromkeys(attention_arguments(call)[name] for name in ("key", "value"))
-        call.target = attention_laid_out
-        call.kwargs = {**attention_arguments(call), **map_arg(changed, copies.__getitem__)}
-        call.args = ()
-        for source in repeated:
-            _erase_unread(source)
-    for name, body in bodies.items():
-        setattr(grouped, name, body)
-    grouped.recompile()
-    return grouped
+    return change_attention(module, lambda node: _changes(node, keep_random_numbers))
 
 
 def _changes(node: Node, keep_random_numbers: bool) -> dict[str, Any]:
     """The arguments of ``attention_laid_out`` that differ from those of the call; none where it stays."""
-    if node.target not in (scaled_dot_product_attention, attention_laid_out):
-        return {}
     arguments = attention_arguments(node)
     if arguments.get("attn_mask") is not None or arguments.get("enable_gqa", False):
         return {}
@@ -151,13 +127,3 @@ def _shape(node: Node) -> tuple[int, ...]:
 
 def _name(node: Node) -> str:
     return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-
-
-def _erase_unread(node: Node) -> None:
-    """Erases what repeated keys or values and is read by nothing any more."""
-    if node.users or (_name(node) not in _RESHAPES | {"repeat_interleave", "expand", "getitem", "unsqueeze"}):
-        return
-    sources = node.all_input_nodes
-    node.graph.erase_node(node)
-    for source in sources:
-        _erase_unread(source)

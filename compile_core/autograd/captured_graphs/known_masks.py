@@ -23,12 +23,13 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.nn.functional import scaled_dot_product_attention
 
+from gradsplit.compile_core.autograd.captured_graphs.attention_calls import (
+    attention_arguments,
+    with_arguments,
+)
 from gradsplit.compile_core.autograd.captured_graphs.known_values import known_values
-from gradsplit.compile_core.autograd.captured_graphs.replace_calls import copy_module
 from gradsplit.compile_core.ir.higher_order import CHECKPOINTS
-from gradsplit.compile_core.ir.tensor_spec import TensorSpec, in_memory_order
-
-_PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
 
 def simplify_masks(
@@ -56,27 +57,11 @@ def simplify_masks(
         bodies = []  # What holds for one call of a body need not hold for another.
     if not any(changes.values()) and all(body is getattr(module, name) for name, body in bodies):
         return module
-    simplified = copy_module(module)
-    for node, copy in zip(module.graph.nodes, simplified.graph.nodes, strict=True):
-        if changes.get(node):
-            copy.target = attention_laid_out
-            copy.args, copy.kwargs = (), {**attention_arguments(copy), **changes[node]}
+    simplified = with_arguments(module, {node: changed for node, changed in changes.items() if changed})
     for name, body in bodies:
         setattr(simplified, name, body)
     simplified.recompile()
     return simplified
-
-
-def attention_laid_out(*, strides: tuple[int, ...], **arguments: Any) -> Tensor:
-    """``scaled_dot_product_attention`` whose result has these strides."""
-    result = scaled_dot_product_attention(**arguments)
-    spec = TensorSpec(tuple(result.shape), strides, result.dtype, result.device)
-    return result if TensorSpec.of(result).is_laid_out_as(spec) else in_memory_order(result, spec)
-
-
-def attention_arguments(node: Node) -> dict[str, Any]:
-    """The arguments of a call of attention by their names."""
-    return {**dict(zip(_PARAMETERS, node.args, strict=False)), **node.kwargs}
 
 
 def _changes(node: Node, is_causal: bool | None, keep_random_numbers: bool) -> dict[str, Any]:
