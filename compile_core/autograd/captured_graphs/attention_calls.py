@@ -1,4 +1,4 @@
-"""Calls of attention in captured graphs, with other arguments than the program gave and results as it saw them laid out.
+"""Calls of attention in captured graphs, with other arguments than the program gave, and results laid out as it saw.
 
 Torch lays out the result as the kernel does that it chooses for the arguments, and the program may have relied on that.
 """
