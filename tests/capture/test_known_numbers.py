@@ -101,7 +101,12 @@ def after_changes(x, t):
     return x + y
 
 
-@pytest.mark.parametrize("program", [before_a_change, after_changes])
+def changed_itself(x, t):
+    t.sub_(1)
+    return x * 2 if t else x * 3
+
+
+@pytest.mark.parametrize("program", [before_a_change, after_changes, changed_itself])
 def test_the_number_is_that_of_the_line(program) -> None:
     compiled = gradsplit.compile(program, backend="eager", fullgraph=True)
     x, one, other = torch.randn(4), torch.zeros(()), torch.zeros(())
@@ -125,11 +130,32 @@ def of_an_item(x, t):
     return x * 2 if first > 1.5 else x * 3
 
 
+def turned(x, t):
+    late = t > -1
+    late.view(1).logical_not_()
+    return x * 2 if late else x * 3
+
+
+def turned_below_a_view(x, t):
+    whole = t > -1
+    late = whole.view(1)
+    torch.logical_not(whole, out=whole)
+    return x * 2 if late else x * 3
+
+
+def overwritten(x, t):
+    late = t > -1
+    late[...] = False
+    return x * 2 if late else x * 3
+
+
 def random(x, t):
     return x * 2 if t + torch.rand(()) > 0.5 else x * 3
 
 
-@pytest.mark.parametrize("program", [through_a_view, through_data, of_an_item, random])
+@pytest.mark.parametrize(
+    "program", [through_a_view, through_data, of_an_item, turned, turned_below_a_view, overwritten, random]
+)
 def test_what_does_not_follow_is_left_to_plain_python(program) -> None:
     compiled = check_same(program, lambda: (torch.randn(4), torch.zeros(())), fullgraph=False)
     x, one, other = torch.randn(4), torch.zeros(()), torch.zeros(())

@@ -72,7 +72,7 @@ def _steps_to(state: CaptureState, node: Node) -> tuple[list[Node], list[_Step]]
         if len(needed) > _MOST_STEPS:
             return None
         waiting += _operands(used)
-        waiting += (user for user in _writers(used) if user < node)
+        waiting += (user for user in _writers(used) if user < node or _is_memory_of(node, used))
     chosen = sorted(needed)
     reals = {record.node: record.real for record in state.graph.records}
     inputs = [earlier for earlier in chosen if earlier.op == "placeholder"]
@@ -80,6 +80,12 @@ def _steps_to(state: CaptureState, node: Node) -> tuple[list[Node], list[_Step]]
     if not all(_is_number(place, reals.get(place)) for place in inputs) or None in steps:
         return None
     return inputs, [step for step in steps if step is not None]
+
+
+def _is_memory_of(node: Node, used: Node) -> bool:
+    """Whether the number lies in the tensor: then it is what the tensor holds by now."""
+    examples = [place.meta["example_value"] for place in (node, used)]
+    return all(isinstance(each, torch.Tensor) for each in examples) and memory_of(node) == memory_of(used)
 
 
 def _operands(node: Node) -> list[Node]:
