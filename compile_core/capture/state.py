@@ -225,8 +225,7 @@ class Capture(CaptureState):
             return generator.draw(self, op, target, args, named)
         graph_args = tuple(argument.graph_argument(self) for argument in args)
         graph_kwargs = {key: value.graph_argument(self) for key, value in kwargs.items()}
-        if config.capture_scalar_outputs:
-            check_scalars(self, target, (graph_args, graph_kwargs))
+        check_scalars(self, target, (graph_args, graph_kwargs))
         try:
             return self._record(op, target, graph_args, graph_kwargs)
         except Unsupported as error:

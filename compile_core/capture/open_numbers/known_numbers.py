@@ -15,6 +15,14 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_aggregate, map_arg
 
+from gradsplit.compile_core.capture.open_numbers.drawn_ends import (
+    Ends,
+    ends_of_draw,
+    fills,
+    is_truth,
+    keep_order,
+    place_of,
+)
 from gradsplit.compile_core.capture.values.base import CaptureState
 from gradsplit.compile_core.capture.values.view_copies import memory_of
 
@@ -37,32 +45,46 @@ class _Result:
     name: str
 
 
-def decision_by(state: CaptureState, node: Node, decide: Callable[[Any], bool], text: str) -> bool | None:
-    """The outcome of ``decide(number)``, which is guarded; None where the number does not follow from known ones."""
+def decision_by(
+    state: CaptureState, node: Node, decide: Callable[[Any], bool], text: str, keeps_order: bool = False
+) -> bool | None:
+    """The outcome of ``decide(number)``, which is guarded; None where the number does not follow from known ones, nor
+    from drawn ones of which all would decide alike: numbers in order, if that is kept, or truth values."""
     found = _steps_to(state, node)
-    if found is None:
+    if found is None or (found[1] and not (keeps_order or is_truth(node))):
         return None
-    inputs, steps = found
+    inputs, draws, steps = found
     names, wanted = [place.name for place in inputs], node.name
 
-    def outcome(*tensors: torch.Tensor) -> bool:
-        with torch.no_grad():
-            copies = (tensor.detach().clone() for tensor in tensors)
-            return decide(_run(steps, dict(zip(names, copies, strict=True)), wanted))
+    def outcome(*tensors: torch.Tensor) -> bool | None:
+        decided = set()
+        for drawn in zip(*draws.values(), strict=True) if draws else [()]:
+            with torch.no_grad():
+                values = {
+                    name: tensor.detach().clone()
+                    for name, tensor in zip((*names, *draws), (*tensors, *drawn), strict=True)
+                }
+                decided.add(decide(_run(steps, values, wanted)))
+            if draws and not all(torch.as_tensor(value).isfinite().all() for value in values.values()):
+                return None
+        return decided.pop() if len(decided) == 1 else None
 
     records = [next(r for r in state.graph.records if r.node is place) for place in inputs]
     value = outcome(*(record.real for record in records))
     sources = [record.entry.source for record in records]
-    given = ", ".join(f"{{{index}}}" for index in range(len(sources)))
-    state.guards.add(sources, f"{{c0}}({given}) is {value}", [outcome], f"({text}) is {value}")
+    if sources and value is not None:
+        given = ", ".join(f"{{{index}}}" for index in range(len(sources)))
+        state.guards.add(sources, f"{{c0}}({given}) is {value}", [outcome], f"({text}) is {value}")
     return value
 
 
-def _steps_to(state: CaptureState, node: Node) -> tuple[list[Node], list[_Step]] | None:
-    """The inputs and the operations, in order, that a number is made by; also those that change a tensor on the way."""
+def _steps_to(state: CaptureState, node: Node) -> tuple[list[Node], dict[str, Ends], list[_Step]] | None:
+    """The inputs, draws and operations, in order, that a number is made by; also those that change a tensor on the
+    way."""
     if node.graph is not state.graph.graph:
         return None
     needed: set[Node] = set()
+    draws: dict[Node, Ends] = {}
     waiting = [node]
     while waiting:
         used = waiting.pop()
@@ -71,21 +93,23 @@ def _steps_to(state: CaptureState, node: Node) -> tuple[list[Node], list[_Step]]
         needed.add(used)
         if len(needed) > _MOST_STEPS:
             return None
-        waiting += _operands(used)
-        waiting += (user for user in _writers(used) if user < node or _is_memory_of(node, used))
-    chosen = sorted(needed)
+        ends = ends_of_draw(used)
+        if ends is None:
+            waiting += _operands(used)
+        else:
+            draws[used] = ends
+        # What a tensor holds that is the number itself may change after it was made.
+        waiting += (user for user in _writers(used) if user < node or place_of(used) == place_of(node))
+    chosen = [step for step in sorted(needed) if step not in draws and not fills(step, draws)]
     reals = {record.node: record.real for record in state.graph.records}
     inputs = [earlier for earlier in chosen if earlier.op == "placeholder"]
-    steps = [_step_of(earlier, needed) for earlier in chosen if earlier.op != "placeholder"]
-    if not all(_is_number(place, reals.get(place)) for place in inputs) or None in steps:
+    made = [earlier for earlier in chosen if earlier.op != "placeholder"]
+    steps = [_step_of(earlier, needed) for earlier in made]
+    known = all(_is_number(place, reals.get(place)) for place in inputs)
+    if not known or None in steps or not keep_order(made, draws):
         return None
-    return inputs, [step for step in steps if step is not None]
-
-
-def _is_memory_of(node: Node, used: Node) -> bool:
-    """Whether the number lies in the tensor: then it is what the tensor holds by now."""
-    examples = [place.meta["example_value"] for place in (node, used)]
-    return all(isinstance(each, torch.Tensor) for each in examples) and memory_of(node) == memory_of(used)
+    ends_of = {draw.name: ends for draw, ends in draws.items()}
+    return inputs, ends_of, [step for step in steps if step is not None]
 
 
 def _operands(node: Node) -> list[Node]:

@@ -100,6 +100,7 @@ def compare_scalar(
                 number.node,
                 lambda found: bool(function(found, real) if is_left else function(real, found)),
                 shown,
+                keeps_order=symbol not in ("==", "!="),
             )
         if known is None:
             raise state.unsupported("data-dependent-branch", shown, "keep the value in a tensor")
@@ -119,12 +120,10 @@ def check_scalars(state: CaptureState, target: Any, args: Any) -> None:
         return
     found: list[fx.Node] = []
     map_arg(args, found.append)
-    if any(_is_read(node) or type(node.meta["example_value"]) is float for node in found):
-        raise state.unsupported("data-dependent-value", f"{target} of a number that depends on data")
-
-
-def _is_read(node: fx.Node) -> bool:
-    return node.target == "item" and isinstance(node.meta["example_value"], (int, float))
+    for node in found:
+        is_float = type(node.meta["example_value"]) is float and node not in state.graph.open_floats
+        if is_float or (node.target == "item" and isinstance(node.meta["example_value"], (int, float))):
+            raise state.unsupported("data-dependent-value", f"{target} of a number that depends on data")
 
 
 def whole_number(state: CaptureState, value: Value) -> Value | None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from gradsplit.compile_core import config
+from gradsplit.compile_core.capture.open_numbers.drawn_ends import ends_of_draw
 from gradsplit.compile_core.capture.open_numbers.known_numbers import decision_by
 from gradsplit.compile_core.capture.open_numbers.scalars import ScalarValue, compute_scalar, read_scalar
 from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import compare_open
@@ -27,8 +28,10 @@ _MODULES = ("torch.optim.", "torch.nn.modules.batchnorm")
 
 
 def reads_scalars(state: CaptureState, tensor: TensorValue) -> bool:
-    """Whether the code that runs is known, or said, to compute with what it reads."""
-    said = config.capture_scalar_outputs and tensor.fake.dtype.is_floating_point and tensor.fake.numel() == 1
+    """Whether the code that runs is known, or said, to compute with what it reads, or it is drawn: then what the
+    program decides by it may be no decision."""
+    said = config.capture_scalar_outputs or ends_of_draw(tensor.node) is not None
+    said = said and tensor.fake.dtype.is_floating_point and tensor.fake.numel() == 1
     return state.calling_module().startswith(_MODULES) or said
 
 
@@ -50,6 +53,8 @@ def _item(state: CaptureState, tensor: TensorValue, *args: Value, **kwargs: Valu
     made = _made_of_constants(tensor)
     if made is not None:
         return ConstantValue(made.item())
+    if tensor.fake.dtype is torch.bool and tensor.fake.numel() == 1:
+        return _truth(state, tensor)
     if reads_scalars(state, tensor):
         return read_scalar(state, tensor)
     return state.call_tensor_op("call_method", "item", [tensor], {}) if _reads_symbols(tensor) else None

@@ -28,77 +28,23 @@ from gradsplit.compile_core.torch_facts.thread_state import (
     privateuse1_backend_name,
 )
 
-# Functions that make tensors; they take none, so torch does not list them as overridable.
-_FACTORIES = [
-    "arange",
-    "as_tensor",
-    "asarray",
-    "bartlett_window",
-    "blackman_window",
-    "empty",
-    "empty_strided",
-    "eye",
-    "full",
-    "hamming_window",
-    "hann_window",
-    "kaiser_window",
-    "linspace",
-    "logspace",
-    "normal",
-    "ones",
-    "rand",
-    "randint",
-    "randn",
-    "randperm",
-    "range",
-    "scalar_tensor",
-    "tensor",
-    "tril_indices",
-    "triu_indices",
-    "zeros",
-]
-
 # Overridable, but their results are Python values, or they do more than compute, or share memory without saying so.
 _NOT_OPERATIONS = frozenset(
     [
-        "unsafe_chunk",
-        "unsafe_split",
-        "unsafe_split_with_sizes",
-        "allclose",
-        "equal",
-        "is_nonzero",
-        "save",
-        "load",
-        "compile",
-        "typename",
+        *("unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes", "allclose", "equal", "is_nonzero"),
         "numel",
-        "is_tensor",
-        "is_storage",
-        "set_default_tensor_type",
-        "get_default_dtype",
-        "unify_type_list",
     ]
 )
 
 
 @functools.cache
 def _tensor_functions() -> frozenset[Any]:
-    """Every function that is a node of the graph."""
+    """Every function of Python that is a node of the graph."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         by_scope = torch.overrides.get_overridable_functions()
-    found: set[Any] = set()
-    for scope, functions in by_scope.items():
-        if scope is torch.Tensor:
-            continue
-        for function in functions:
-            name = getattr(function, "__name__", "")
-            if name not in _NOT_OPERATIONS:
-                found.add(function)
-    found.update(getattr(torch, name) for name in _FACTORIES)
-    for name in ("scaled_dot_product_attention", "one_hot", "pad", "linear", "gelu"):
-        found.add(getattr(functional, name))
-    return frozenset(found)
+    functions = (each for scope, found in by_scope.items() if scope is not torch.Tensor for each in found)
+    return frozenset(each for each in functions if getattr(each, "__name__", "") not in _NOT_OPERATIONS)
 
 
 # Generated bindings of native operators. A result that is not a tensor is refused when it is recorded.
