@@ -222,7 +222,8 @@ def _reason_against_node(node: torch.fx.Node) -> str:
 def _devices(module: torch.fx.GraphModule) -> Iterator[torch.device]:
     for node in module.graph.nodes:
         for value in pytree.tree_leaves(node.meta.get("val")):
-            if isinstance(value, torch.Tensor):
+            # A constant number is written into the kernels that read it.
+            if isinstance(value, torch.Tensor) and not (node.op == "get_attr" and value.numel() == 1):
                 yield value.device
 
 

@@ -122,11 +122,11 @@ def test_a_fused_kernel_runs_on_a_gpu() -> None:
     given = [torch.randn(size, device="cuda", requires_grad=True) for size in ((2, 8, 64, 64), (64, 64, 8))]
     expected = attend(*(tensor.detach().double() for tensor in given))
     compiled = gradsplit.compile(attend)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         found = compiled(*given)
         found.float().square().sum().backward()
-    kernels = " ".join(event.key for event in profile.key_averages())
-    assert "fmha" in kernels or "attention" in kernels, kernels
+    assert any("fmha" in event.key for event in profile.key_averages())
     plain = [tensor.detach().clone().requires_grad_() for tensor in given]
     attend(*plain).float().square().sum().backward()
     assert (found - expected).abs().max() < 0.05

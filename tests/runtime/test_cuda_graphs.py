@@ -154,6 +154,20 @@ def test_what_the_cpu_does_runs_before_a_replay(recorded: list[str]) -> None:
     assert recorded
 
 
+def test_constant_numbers_are_in_the_recording(recorded: list[str]) -> None:
+    def shifted(x: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        y[:, 1:] = x[:, :-1] * 2
+        y[:, 0] = 7  # a tensor on the CPU
+        return y
+
+    compiled = gradsplit.compile(shifted, mode="reduce-overhead")
+    for step in range(4):
+        x = torch.randn(3, 5, device="cuda") + step
+        assert torch.equal(compiled(x), shifted(x))
+    assert recorded
+
+
 def test_tensors_on_the_cpu_are_the_reason(caplog: Any, recorded: list[str]) -> None:
     def program(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return x * (weights * 2).to(x.device)

@@ -428,6 +428,16 @@ def _graph(device: str, target: Any) -> torch.fx.GraphModule:
     return torch.fx.GraphModule({}, graph)
 
 
+def _with_constant(numbers: int) -> torch.fx.GraphModule:
+    module = _graph("cuda", torch.ops.aten.sin.default)
+    (output,) = module.graph.find_nodes(op="output")
+    with module.graph.inserting_before(output):
+        constant = module.graph.create_node("get_attr", "constant")
+    with FakeTensorMode():
+        constant.meta["val"] = torch.empty(numbers)
+    return module
+
+
 sin = torch.ops.aten.sin.default
 library = torch.library.Library("gradsplit_test", "FRAGMENT")
 library.define("unsafe(Tensor x) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
@@ -438,6 +448,8 @@ library.define("unsafe(Tensor x) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
     [
         (_graph("cuda", sin), ""),
         (_graph("cpu", sin), "it has tensors on: cpu"),
+        (_with_constant(1), ""),
+        (_with_constant(2), "it has tensors on: cpu, cuda"),
         (_graph("cuda", KeptCall("cond", lambda x: [x], ())), "what cond runs depends on data"),
         (_graph("cuda", torch.ops.gradsplit_test.unsafe.default), "marked as unsafe in CUDA graphs"),
     ],
