@@ -50,6 +50,13 @@ def test_tables_of_few_rows_are_sums(count: int) -> None:
     assert any(isinstance(s, Reduce) for nest in nests(program) for s in nest.body)
 
 
+@pytest.mark.parametrize(("places", "is_sum"), [(6 * 256, True), (6 * 255, False)])
+def test_tables_of_few_numbers_are_sums_where_many_are_added(places: int, is_sum: bool) -> None:
+    rows, indices = torch.randn(places, 3), torch.randint(6, (places,))
+    program = check(lambda rows, indices: gradients(rows, indices, 6), rows, indices)
+    assert any(isinstance(s, Reduce) for nest in nests(program) for s in nest.body) == is_sum
+
+
 def test_narrow_floats_and_frequencies_stay_with_torch() -> None:
     program = check(lambda rows, indices: gradients(rows, indices, 11), ROWS.bfloat16(), INDICES)
     assert [call.target for call in calls(program)] == [aten.embedding_dense_backward.default]
