@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsplit.compile_core.ir.loops import ExternCall, LoopProgram, NestBatch
+from gradsplit.compile_core.ir.loops import ExternCall, LoopNest, LoopProgram, NestBatch
 from gradsplit.compile_core.ir.print_loops import print_program
 from gradsplit.compile_core.lowering.build import build, generate
 from gradsplit.compile_core.lowering.fusion import batch_nests as batching
@@ -160,7 +160,21 @@ def test_what_does_not_move_stays_where_it_is() -> None:
         return [product, xs[0].exp(), torch.mm(product, product), xs[1].exp(), torch.mm(w, product)]
 
     batched = program_of(program, [torch.randn(4), torch.randn(6)], torch.randn(4, 4))
-    assert [type(step) for step in batched.steps] == [ExternCall, NestBatch, ExternCall, ExternCall]
+    assert [type(step) for step in batched.steps] == [ExternCall, ExternCall, NestBatch, ExternCall]
+
+
+def test_results_are_not_made_long_before_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the zeros of tables' gradients, which lay in memory beside all activations."""
+
+    def program(xs: list[Tensor], w: Tensor) -> list[Tensor]:
+        small = torch.mm(xs[0].exp(), w)
+        return [torch.mm(small, w), *(x.exp() for x in xs[1:])]
+
+    monkeypatch.setattr(batching, "_MOST_HELD_BYTES", 100)
+    batched = program_of(
+        program, [torch.randn(4, 4), torch.randn(6, 4), torch.randn(8, 4)], torch.randn(4, 4)
+    )
+    assert [type(step) for step in batched.steps] == [LoopNest, ExternCall, ExternCall, NestBatch]
 
 
 @pytest.mark.parametrize("reads_temporaries", [True, False])

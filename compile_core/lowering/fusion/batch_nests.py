@@ -177,16 +177,17 @@ class _Batching:
         return min((latest, earliest), key=lambda place: self._held_bytes(batch, place))
 
     def _held_bytes(self, batch: _Gathered, place: float) -> int:
-        """What would be free before ``place``, or not yet there at it, if the members ran where they were."""
+        """What would be free before ``place``, or not yet there at it, if the members ran where they were. What the
+        program returns is not there before it is written."""
         names: set[str] = set()
         for number in batch.members:
             position = self.position[number]
             if position < place:
                 read = self.read[number]
-                names |= {name for name in read if self.position[self.last_reader[name]] < place}
+                names |= {name for name in read - self.kept if self.position[self.last_reader[name]] < place}
             elif position > place:
-                names |= self.written[number].difference(self.program.overwritten)
-        return sum(self.program.buffers[name].bytes for name in names - self.kept)
+                names |= self.written[number].difference(self.program.overwritten, self.program.destinations)
+        return sum(self.program.buffers[name].bytes for name in names)
 
     def _join(self, batch: _Gathered) -> None:
         first, *others = batch.members
