@@ -3,7 +3,8 @@
 Torch's kernels sort the indices, a dozen launches to add a few thousand rows in a fixed order. Here each row is added
 by atomic operations, in whatever order they come; ``torch.use_deterministic_algorithms`` has torch sort again. A table
 of few rows, as of the types of tokens, or of few numbers, as the biases of distances between tokens, would have all
-additions meet at the same addresses: it is a sum over all indices, once for each of its rows. Tables of 16-bit floats stay with torch, whose sums are of float32.
+additions meet at the same addresses: it is a sum over all indices, once for each of its rows. Tables of 16-bit floats
+stay with torch, whose sums are of float32.
 """
 
 from __future__ import annotations
