@@ -222,9 +222,13 @@ def _reason_against_node(node: torch.fx.Node) -> str:
 def _devices(module: torch.fx.GraphModule) -> Iterator[torch.device]:
     for node in module.graph.nodes:
         for value in pytree.tree_leaves(node.meta.get("val")):
-            # A constant number is written into the kernels that read it.
-            if isinstance(value, torch.Tensor) and not (node.op == "get_attr" and value.numel() == 1):
+            if isinstance(value, torch.Tensor) and not (value.numel() == 1 and _is_constant(node)):
                 yield value.device
+
+
+def _is_constant(node: torch.fx.Node) -> bool:
+    """Whether it is written into the kernels that read it, if it is a number."""
+    return node.op == "get_attr" and all(user.op != "output" for user in node.users)
 
 
 def _bytes_of(node: torch.fx.Node | None) -> int:

@@ -97,6 +97,18 @@ def test_what_runs_before() -> None:
     assert called(parts.device) == ["add", "sin", "mul"]
 
 
+def test_constants_are_left_to_the_compiler() -> None:
+    def by_width(x: Tensor, scale: Tensor) -> Any:
+        width = torch.sqrt(torch.tensor(4.0) * 3)
+        return x / width * scale, width + 1
+
+    parts = parts_of(by_width, X, SCALE)
+    assert parts is not None
+    assert called(parts.host) == ["tensor", "mul", "sqrt", "add", "moved"]
+    assert called(parts.device) == ["tensor", "mul", "sqrt", "truediv", "mul"]
+    assert parts_of(lambda x, scale: x * torch.tensor(2.0), X, SCALE) is None
+
+
 @pytest.mark.parametrize(
     "program",
     [

@@ -6,6 +6,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from gradsplit.compile_core.autograd.rewrites.simplify import simplify
+from tests.lowering.lowering_harness import trace
 
 aten = torch.ops.aten
 
@@ -120,3 +121,20 @@ def test_attention_is_random_with_dropout_only():
         return [x]
 
     assert simplified(build) == []
+
+
+def test_numbers_made_of_constants_are_computed():
+    """As the root of a head's width, once a layer; random ones are drawn, and larger tensors stay."""
+
+    def program(x):
+        width = torch.sqrt(torch.tensor(3.0) * 4)
+        return x / width, x * torch.rand(()) * torch.tensor(0.5), x + torch.tensor([1.0, 2.0, 3.0]).exp()
+
+    module = trace(program, torch.ones(3))
+    targets = [str(node.target) for node in simplify(module).graph.nodes if node.op == "call_function"]
+    assert not {"aten.sqrt.default"} & set(targets) and "aten.exp.default" in targets
+    assert any("rand" in target for target in targets)
+    torch.manual_seed(0)
+    found = module(torch.ones(3))
+    torch.manual_seed(0)
+    torch.testing.assert_close(found, program(torch.ones(3)))

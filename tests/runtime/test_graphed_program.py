@@ -428,13 +428,15 @@ def _graph(device: str, target: Any) -> torch.fx.GraphModule:
     return torch.fx.GraphModule({}, graph)
 
 
-def _with_constant(numbers: int) -> torch.fx.GraphModule:
+def _with_constant(numbers: int, is_returned: bool = False) -> torch.fx.GraphModule:
     module = _graph("cuda", torch.ops.aten.sin.default)
     (output,) = module.graph.find_nodes(op="output")
     with module.graph.inserting_before(output):
         constant = module.graph.create_node("get_attr", "constant")
     with FakeTensorMode():
         constant.meta["val"] = torch.empty(numbers)
+    if is_returned:
+        output.args = ((*output.args[0], constant),)  # type: ignore[misc]
     return module
 
 
@@ -450,6 +452,7 @@ library.define("unsafe(Tensor x) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
         (_graph("cpu", sin), "it has tensors on: cpu"),
         (_with_constant(1), ""),
         (_with_constant(2), "it has tensors on: cpu, cuda"),
+        (_with_constant(1, is_returned=True), "it has tensors on: cpu, cuda"),
         (_graph("cuda", KeptCall("cond", lambda x: [x], ())), "what cond runs depends on data"),
         (_graph("cuda", torch.ops.gradsplit_test.unsafe.default), "marked as unsafe in CUDA graphs"),
     ],

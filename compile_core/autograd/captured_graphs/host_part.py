@@ -4,7 +4,8 @@ A CUDA graph cannot do anything on the CPU, nor read a tensor there: it would ha
 was recorded. So what needs nothing of the GPU is done before each call, by torch's own kernels: a random number that
 decides whether a layer is skipped, positions that are made on the CPU and copied. The rest takes the results. A tensor
 of one number, such as a learning rate, is read by the GPU's kernels as it is; it is put into a tensor on the GPU by a
-kernel that takes it as its argument.
+kernel that takes it as its argument. What is known when the program is compiled stays: ``rewrites.simplify`` computes
+it.
 
 Limit: all or nothing. A graph is left whole if it does on the CPU what needs the GPU or a gradient, or changes a tensor
 there: the rest would have tensors on the CPU as before, and its random numbers come in another order.
@@ -41,8 +42,9 @@ def host_part(module: GraphModule, examples: Sequence[Any]) -> HostPart | None:
     placeholders = module.graph.find_nodes(op="placeholder")
     values = {node: node.meta.get("example_value") for node in module.graph.nodes}
     values.update(zip(placeholders, examples, strict=True))
-    own = _host_nodes(module, values)
-    scalars = _scalars(module, own, values)
+    constants = _constant_numbers(module, values)
+    own = _host_nodes(module, values, constants)
+    scalars = _scalars(module, own, constants, values)
     is_cut = scalars is not None and (own or scalars) and not (own and _changes_on_host(module, examples))
     return _Cut(module, own, scalars, values, device).write() if scalars is not None and is_cut else None
 
@@ -53,17 +55,41 @@ def moved(number: Tensor, device: torch.device) -> Tensor:
     return torch.full((), number.item(), dtype=number.dtype, device=device)
 
 
-def _host_nodes(module: GraphModule, values: Mapping[Node, Any]) -> dict[Node, None]:
+def _constant_numbers(module: GraphModule, values: Mapping[Node, Any]) -> set[Node]:
+    """Tensors of one number on the CPU that are made of constants, by operators on each element."""
+    found: set[Node] = set()
+    for node in module.graph.nodes:
+        sources = node.all_input_nodes
+        is_made = node.target is torch.tensor or (
+            sources and found.issuperset(sources) and _is_pointwise(node)
+        )
+        is_returned = any(user.op == "output" for user in node.users)
+        if (node.op == "get_attr" or is_made) and _is_number(values[node]) and not is_returned:
+            found.add(node)
+    return found
+
+
+def _is_pointwise(node: Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    packet = getattr(torch.ops.aten, name, None)
+    tags = [getattr(packet, overload).tags for overload in packet.overloads()] if packet is not None else []
+    is_pointwise = any(torch.Tag.pointwise in each for each in tags)
+    return is_pointwise and not any(torch.Tag.nondeterministic_seeded in each for each in tags)
+
+
+def _host_nodes(
+    module: GraphModule, values: Mapping[Node, Any], constants: Collection[Node]
+) -> dict[Node, None]:
     """Calls that need nothing of the GPU and give tensors of the CPU, or copy one to the GPU."""
     found: dict[Node, None] = {}
     for node in module.graph.nodes:
-        if node.op not in ("call_function", "call_method"):
+        if node.op not in ("call_function", "call_method") or node in constants:
             continue
         sources = node.all_input_nodes
         taken, given = _tensors([values[source] for source in sources]), _tensors(values[node])
         copies = any(tensor.dim() > 0 for tensor in taken)
         if (
-            all(source in found or source.op in ("placeholder", "get_attr") for source in sources)
+            all(s in found or s in constants or s.op in ("placeholder", "get_attr") for s in sources)
             and given
             and all(map(_may_be_cut_off, taken))
             and all(_may_be_cut_off(tensor) or (copies and tensor.is_cuda) for tensor in given)
@@ -89,17 +115,19 @@ def _is_on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def _scalars(module: GraphModule, own: Collection[Node], values: Mapping[Node, Any]) -> list[Node] | None:
+def _scalars(
+    module: GraphModule, own: Collection[Node], constants: Collection[Node], values: Mapping[Node, Any]
+) -> list[Node] | None:
     """The tensors of one number that the rest reads on the CPU; None if it does anything else there."""
     found: dict[Node, None] = {}
     for node in module.graph.nodes:
-        if node.op in ("placeholder", "get_attr", "output") or node in own:
+        if node.op in ("placeholder", "get_attr", "output") or node in own or node in constants:
             continue
         given = _tensors(values[node])
         if any(map(_is_on_host, given)) or (node.target is enter_autocast and "cpu" in node.args):
             return None
         for source in node.all_input_nodes:
-            if any(map(_is_on_host, _tensors(values[source]))):
+            if source not in constants and any(map(_is_on_host, _tensors(values[source]))):
                 if not given or not _is_number(values[source]):
                     return None
                 found[source] = None

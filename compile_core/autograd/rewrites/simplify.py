@@ -1,4 +1,5 @@
-"""Cleans a traced graph before it is partitioned: no-ops and copies out, equal nodes merged, dead nodes dropped.
+"""Cleans a traced graph before it is partitioned: no-ops and copies out, equal nodes merged, dead nodes dropped, and
+numbers of the CPU computed that depend on constants alone.
 
 Random operators are never merged or dropped: each advances torch's generator as eager would. Of two checkpoints neither
 reads what is computed in the other, which would have to be saved for it.
@@ -56,6 +57,10 @@ def simplify(module: GraphModule) -> GraphModule:
             replaced[node] = inverse
             continue
         if is_random(node) or (_mutates(node) and not is_number(node)):
+            continue
+        number = _constant_number(module, node)
+        if number is not None:
+            replaced[node] = number
             continue
         key = _key(node)
         if key is None:
@@ -139,6 +144,30 @@ def _undone(node: Node) -> Node | None:
     if source.target is _INVERSES[node.target] and source.args[1:] == node.args[1:]:
         return source.args[0]  # type: ignore[return-value]
     return None
+
+
+def _constant_number(module: GraphModule, node: Node) -> Node | None:
+    """A constant in the place of a number that an operator computes from constants on the CPU, which kernels then have
+    written into them."""
+    value, constants = node.meta.get("val"), node.all_input_nodes
+    if not (
+        isinstance(value, torch.Tensor)
+        and value.device.type == "cpu"
+        and value.numel() == 1
+        and constants
+        and all(source.op == "get_attr" for source in constants)
+        and isinstance(node.target, torch._ops.OpOverload)
+    ):
+        return None
+    tensors = {source: getattr(module, str(source.target)) for source in constants}
+    with torch.no_grad():
+        number = node.target(*map_arg(node.args, tensors.get), **map_arg(node.kwargs, tensors.get))
+    name = f"_constant_of_{node.name}"
+    module.register_buffer(name, number.clone(), persistent=False)
+    with node.graph.inserting_before(node):
+        constant = node.graph.get_attr(name)
+    constant.meta["val"] = value
+    return constant
 
 
 def _mutates(node: Node) -> bool:
