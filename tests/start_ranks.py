@@ -1,4 +1,4 @@
-"""Starts a program on several ranks as a user would, and waits for it; or ranks by themselves, which nobody ends."""
+"""Starts a program on several ranks as a user would, and waits for it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[1]
 
@@ -37,17 +36,9 @@ def free_port() -> str:
         return str(free.getsockname()[1])
 
 
-def start_rank(
-    program: list[str], rank: int, processes: int, port: str, **settings: Any
-) -> subprocess.Popen[str]:
-    """One of the ranks of a job on this machine, without a launcher, which would end all when one ends.
-
-    Args:
-        port: where rank 0 has the store.
-        settings: of ``subprocess.Popen``.
-    """
-    environment = {
-        **os.environ,
+def rank_environment(rank: int, processes: int, port: str) -> dict[str, str]:
+    """The variables by which a rank without a launcher knows its job on this machine; ``port`` is the store's."""
+    return {
         "PYTHONPATH": _path(),
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",
@@ -56,7 +47,6 @@ def start_rank(
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(processes),
     }
-    return subprocess.Popen([sys.executable, *program], cwd=ROOT, env=environment, text=True, **settings)
 
 
 def _path() -> str:

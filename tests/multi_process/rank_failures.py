@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -33,9 +32,10 @@ from gradsplit.compile_core.options import CompileOptions
 from gradsplit.distributed import CompiledDDP, DDPOptions
 from gradsplit.distributed.agreement import bulletin, ring
 from gradsplit.distributed.agreement.failure_watch import LINGER_S
+from tests.forked_ranks import ForkedRank, fork_rank
 from tests.multi_process.ddp_harness import DEVICE, start_process_group
 from tests.multi_process.faults import Faults
-from tests.start_ranks import free_port, start_rank
+from tests.start_ranks import free_port
 
 KINDS = ("killed", "stopped", "raises", "ends", "slow")
 # The first three are before the ranks have met: before the module is compiled, after, and in a first call without
@@ -220,13 +220,12 @@ def run(case: Case, limit_s: float = 90.0) -> str:
                 process.wait()
 
 
-def _start(case: Case, rank: int, port: str, folder: Path) -> subprocess.Popen[str]:
+def _start(case: Case, rank: int, port: str, folder: Path) -> ForkedRank:
     program = ["-m", "tests.multi_process.rank_failures", "--train", str(folder), str(case)]
-    with (folder / f"said_{rank}").open("w") as said:
-        return start_rank(program, rank, case.size, port, stdout=said, stderr=said)
+    return fork_rank(program, rank, case.size, port, folder / f"said_{rank}")
 
 
-def _judge(case: Case, ranks: Sequence[subprocess.Popen[str]], folder: Path, limit_s: float) -> str:
+def _judge(case: Case, ranks: Sequence[ForkedRank], folder: Path, limit_s: float) -> str:
     begun = folder / "begun"
 
     def has_begun() -> bool:  # the file is there before what is written to it
@@ -285,7 +284,7 @@ def _last_error(said: str) -> str:
     return lines[-1] if lines else said[-200:]
 
 
-def _wait(is_done: Any, seconds: float, ranks: Sequence[subprocess.Popen[str]] = ()) -> None:
+def _wait(is_done: Any, seconds: float, ranks: Sequence[ForkedRank] = ()) -> None:
     deadline = time.monotonic() + seconds
     while not is_done() and time.monotonic() < deadline:
         if ranks and all(process.poll() is not None for process in ranks):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.forked_ranks import fork_ranks
 from tests.multi_process.run_ddp_cases import load_cases
 from tests.start_ranks import start_ranks
 
@@ -26,9 +27,11 @@ def run_cases(
     ]
     program = ["-m", "tests.multi_process.run_ddp_cases", str(folder), *wanted]
     timeout_s = LIMIT_S - 60  # a busy machine with two cores has needed twice the quiet one's 260 s
-    # torch's PowerSGD hook synchronises a GPU where there is one, whatever its tensors are on
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-    run = start_ranks(program, timeout_s, processes, DDP_CASES_DEVICE=device, **hidden)
+    if device == "cpu":
+        # torch's PowerSGD hook synchronises a GPU where there is one, whatever its tensors are on
+        run = fork_ranks(program, timeout_s, processes, DDP_CASES_DEVICE=device, CUDA_VISIBLE_DEVICES="")
+    else:
+        run = start_ranks(program, timeout_s, processes, DDP_CASES_DEVICE=device)
     assert run.returncode == 0, f"{run.stdout[-4000:]}\n{run.stderr[-4000:]}"
     print(run.stdout)
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(processes)]

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 
 import pytest
 import torch
 
+from tests.forked_ranks import fork_ranks
 from tests.start_ranks import start_ranks
 
 # Name -> what every rank is told, as a pattern, and what rank 1 raises itself where that is another error.
@@ -59,15 +59,10 @@ ON_GPUS = {
 Outcomes = list[dict[str, tuple[str, float]]]
 
 
-def start(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs one of the programs beside this one on two ranks."""
-    return start_ranks(["-m", f"tests.multi_process.{program}", *arguments], timeout_s=200)
-
-
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     folder = tmp_path_factory.mktemp("disagreement")
-    run = start("disagreement_cases", str(folder))
+    run = fork_ranks(["-m", "tests.multi_process.disagreement_cases", str(folder)], timeout_s=200)
     found = [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
     assert run.returncode == 0 and found[0], run.stdout + run.stderr
     return found
@@ -118,7 +113,7 @@ def test_ranks_that_agree_late_or_differ_in_size_go_on(case: str, outcomes: Outc
     ],
 )
 def test_a_rank_that_is_blocked_in_nccl_is_freed(case: str, how: tuple[str, ...]) -> None:
-    run = start("blocked_gpu_cases", case, *how)
+    run = start_ranks(["-m", "tests.multi_process.blocked_gpu_cases", case, *how], timeout_s=200)
     for rank, said in enumerate(ON_GPUS[case]):
         lines = [line for line in run.stdout.splitlines() if line.startswith(f"rank {rank} after ")]
         assert (len(lines) == 1 and f" s: {said}" in lines[0]) if said else not lines, run.stdout + run.stderr

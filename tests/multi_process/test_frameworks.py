@@ -7,7 +7,7 @@ import importlib.util
 
 import pytest
 
-from tests.start_ranks import start_ranks
+from tests.forked_ranks import fork_ranks
 
 INSTALLED = any(
     point.name == "gradsplit" for point in importlib.metadata.entry_points(group="torch_dynamo_backends")
@@ -19,6 +19,6 @@ INSTALLED = any(
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
 @pytest.mark.skipif(not INSTALLED, reason="torch knows the backend's name only where gradsplit is installed")
 def test_frameworks_train_alike() -> None:
-    run = start_ranks(["-m", "tests.multi_process.framework_cases"], timeout_s=200)
+    run = fork_ranks(["-m", "tests.multi_process.framework_cases"], timeout_s=200)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     assert run.stdout.count("trains alike") == 12

@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 
+from tests.forked_ranks import fork_ranks
 from tests.multi_process.rank_differences import KINDS, NOT_WAITED_FOR, REFUSED
 from tests.start_ranks import start_ranks
 
@@ -20,7 +21,8 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         pytest.skip(f"NCCL needs a GPU for each of two ranks, and there is {torch.cuda.device_count()}")
     folder = tmp_path_factory.mktemp("rank_differences")
     program = ["-m", "tests.multi_process.rank_differences", str(folder)]
-    run = start_ranks(program, timeout_s=200, DDP_CASES_DEVICE=request.param)
+    start = fork_ranks if request.param == "cpu" else start_ranks
+    run = start(program, timeout_s=200, DDP_CASES_DEVICE=request.param)
     assert run.returncode == 0, run.stdout + run.stderr
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
 

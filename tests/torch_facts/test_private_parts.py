@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent.parent
 private_parts_table()
 PARTS = sorted(PRIVATE_PARTS)
 # The names are shared out, so that workers walk the table side by side.
-SHARES = 4
+SHARES = 2
 
 
 @pytest.mark.timeout(600)

@@ -1,9 +1,11 @@
 """``python -m tests.torch_facts.without_each_part NAME…``: imports gradsplit and trains a plain model in a torch that
 lacks one private part, for each of those that are named; prints what is wrong.
 
-Run as a program of its own, since each of its forked processes imports gradsplit anew.
+Run as a program of its own, since gradsplit is imported anew for each part. All share the imports before the part is
+looked up: a process is forked at the lookup, which misses the part there and goes on without it.
 """
 
+import gc
 import os
 import pkgutil
 import sys
@@ -19,26 +21,48 @@ import torch.nn.parallel.distributed
 import triton  # noqa: F401
 
 
-def train_without(name: str) -> None:
-    """Trains with the part missing.
+class MissingParts:
+    """Stands for ``pkgutil.resolve_name``: forks at the first lookup of each part, and the fork misses it.
 
-    Raises:
-        Exception: the import or a call fails, or a gradient differs.
+    Attributes:
+        waiting: the parts that have not been looked up.
+        missing: the one that this process misses; "" in the first process, which has all.
     """
-    resolve = pkgutil.resolve_name
 
-    def find(wanted: str) -> object:
-        if wanted == name:
+    def __init__(self, names: list[str]) -> None:
+        self.waiting = set(names)
+        self.missing = ""
+        self._resolve = pkgutil.resolve_name
+
+    def find(self, wanted: str) -> object:
+        if wanted in self.waiting:
+            self.fork(wanted)
+        if wanted == self.missing:
             raise AttributeError(wanted)
-        return resolve(wanted)
+        return self._resolve(wanted)
 
-    pkgutil.resolve_name = find
+    def fork(self, name: str) -> None:
+        """Begins a process without the part, and returns in both; here when the other has ended."""
+        self.waiting.remove(name)
+        child = os.fork()
+        if child == 0:
+            self.missing, self.waiting = name, set()
+        else:
+            os.waitpid(child, 0)
+
+
+def train(parts: MissingParts) -> None:
+    """Trains with the part missing; an exception says that the import or a call fails, or that a gradient differs."""
     import gradsplit
     import gradsplit.distributed
     from gradsplit.compile_core.capture.guards.guard_interpreter import guard_interpreter
     from gradsplit.compile_core.torch_facts import layouts
     from gradsplit.compile_core.torch_facts.private_parts import PRIVATE_PARTS, missing_parts
 
+    for name in sorted(parts.waiting):  # those that are not looked up by an import
+        if not parts.missing:
+            parts.fork(name)
+    name = parts.missing
     if name.startswith("offset"):
         layouts.word_at = lambda address, offset: 0
         assert guard_interpreter() is None
@@ -57,15 +81,17 @@ def train_without(name: str) -> None:
 
 
 def main(names: list[str]) -> None:
-    for name in names:
-        child = os.fork()
-        if child == 0:
-            try:
-                train_without(name)
-            except BaseException:
-                print(f"without {name}:\n{traceback.format_exc()}", flush=True)
-            os._exit(0)
-        os.waitpid(child, 0)
+    gc.disable()  # a collection would copy what the processes share
+    parts = MissingParts(names)
+    pkgutil.resolve_name = parts.find
+    first = os.getpid()
+    try:
+        train(parts)
+    except BaseException:
+        print(f"without {parts.missing or 'nothing'}:\n{traceback.format_exc()}", flush=True)
+    if os.getpid() != first:
+        os._exit(0)
+    assert not parts.waiting, parts.waiting
 
 
 if __name__ == "__main__":

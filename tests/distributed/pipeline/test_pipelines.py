@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.start_ranks import free_port, start_rank, start_ranks
+from tests.forked_ranks import fork_rank, fork_ranks
+from tests.start_ranks import free_port, start_ranks
 
 
 def test_stages_train_as_the_whole_model_does(tmp_path: Path) -> None:
     """With one and with two stages a rank, in a V, and with weight gradients apart from input gradients and not."""
     program = ["-m", "tests.distributed.pipeline.pipeline_cases", str(tmp_path), "tied", "--"]
-    found = start_ranks([*program, "1F1B", "InterleavedZeroBubble", "DualPipeV"], timeout_s=110)
+    found = fork_ranks([*program, "1F1B", "InterleavedZeroBubble", "DualPipeV"], timeout_s=110)
     assert found.returncode == 0, found.stdout + found.stderr
     lines = [line for line in found.stdout.splitlines() if line.endswith(": equal")]
     assert len(lines) == 4, found.stdout
@@ -23,7 +23,7 @@ def test_stages_train_as_the_whole_model_does(tmp_path: Path) -> None:
 def test_stages_train_with_other_sizes_in_each_step(tmp_path: Path) -> None:
     """And are compiled once."""
     program = ["-m", "tests.distributed.pipeline.pipeline_cases", "--open", str(tmp_path), "tied", "--"]
-    found = start_ranks([*program, "InterleavedZeroBubble", "ZBVZeroBubble"], timeout_s=110)
+    found = fork_ranks([*program, "InterleavedZeroBubble", "ZBVZeroBubble"], timeout_s=110)
     assert found.returncode == 0, found.stdout + found.stderr
     assert found.stdout.count(": equal") == 3, found.stdout
 
@@ -40,14 +40,14 @@ def test_recorded_stages_train_as_the_whole_model_does(tmp_path: Path) -> None:
         "tied",
         "--",
     ]
-    found = start_ranks([*program, "1F1B", "InterleavedZeroBubble", "DualPipeV"], timeout_s=110)
+    found = fork_ranks([*program, "1F1B", "InterleavedZeroBubble", "DualPipeV"], timeout_s=110)
     assert found.returncode == 0, found.stdout + found.stderr
     assert found.stdout.count(": equal") == 4, found.stdout
 
 
 def test_there_are_recordings_for_each_size(tmp_path: Path) -> None:
     program = ["-m", "tests.distributed.pipeline.pipeline_cases", "--recorded", "--open", str(tmp_path)]
-    found = start_ranks([*program, "tied", "--", "ZBVZeroBubble"], timeout_s=110)
+    found = fork_ranks([*program, "tied", "--", "ZBVZeroBubble"], timeout_s=110)
     assert found.returncode == 0, found.stdout + found.stderr
     assert found.stdout.count(": equal") == 1, found.stdout
 
@@ -67,7 +67,7 @@ def test_stages_on_gpus_train_as_the_whole_model_does(tmp_path: Path, how: list[
 
 def test_replicas_average_and_errors_come_on_every_rank(tmp_path: Path) -> None:
     program = ["-m", "tests.distributed.pipeline.replica_cases", str(tmp_path)]
-    found = start_ranks(program, timeout_s=110, processes=4)
+    found = fork_ranks(program, timeout_s=110, processes=4)
     assert found.returncode == 0, found.stdout + found.stderr
     assert found.stdout.count(": equal") == 4, found.stdout
 
@@ -76,11 +76,13 @@ def test_replicas_average_and_errors_come_on_every_rank(tmp_path: Path) -> None:
 def test_a_rank_that_is_killed_is_named(sizes: str, who: int, tmp_path: Path) -> None:
     program = ["-m", "tests.distributed.pipeline.killed_rank", str(tmp_path / "p"), sizes, str(who)]
     port = free_port()
-    ranks = [start_rank(program, k, 2, port, stderr=subprocess.PIPE) for k in range(2)]
+    files = [tmp_path / f"said_{k}" for k in range(2)]
+    ranks = [fork_rank(program, k, 2, port, files[k]) for k in range(2)]
     try:
-        _, said = ranks[1 - who].communicate(timeout=100)
+        ranks[1 - who].wait(timeout=100)
     finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    said = files[1 - who].read_text()
     assert f"rank {who}" in said.splitlines()[-1] and "has ended" in said.splitlines()[-1], said
