@@ -1,4 +1,5 @@
-"""Ranks that are forks of processes which have imported torch: importing it takes each rank seconds of a processor.
+"""Ranks, and other programs, that are forks of processes which have imported torch: importing it takes seconds of a
+processor.
 
 A rank is a program of its own in all else. It has its own environment, arguments and output, imports gradsplit itself,
 and ends as a process ends. Ranks of even and of odd numbers are forks of two processes, so that they hash strings
@@ -22,12 +23,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.start_ranks import ROOT, free_port, rank_environment
+from tests.start_ranks import ROOT, free_port, python_path, rank_environment
 
 
 class ForkedRank:
@@ -68,8 +70,8 @@ def fork_rank(
         said: the file of its output and its errors.
         environment: variables beside those of this process.
     """
-    variables = {**rank_environment(rank, processes, port), **environment}
-    return _server(rank % 2).start(program, variables, said)
+    variables = {**os.environ, **rank_environment(rank, processes, port), **environment}
+    return _server(rank % 2).start(program, ROOT, variables, said, said)
 
 
 def fork_ranks(
@@ -102,6 +104,20 @@ def fork_ranks(
         return subprocess.CompletedProcess(list(program), failed, "".join(_texts(said)), "")
 
 
+def run_forked(
+    program: Sequence[str], folder: Path, timeout_s: float = 100.0, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program without ranks in ``folder``, as ``python -m MODULE ...``, ``-c TEXT`` or ``FILE ...`` would."""
+    with tempfile.TemporaryDirectory() as name:
+        said = [Path(name) / "out", Path(name) / "error"]
+        running = _server(0).start(program, folder, {**os.environ, **environment}, *said)
+        try:
+            status = running.wait(timeout_s)
+        finally:
+            running.kill()
+        return subprocess.CompletedProcess(list(program), status, *_texts(said))
+
+
 def _texts(said: Sequence[Path]) -> list[str]:
     return [path.read_text() for path in said]
 
@@ -113,11 +129,12 @@ class _Server:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.forked_ranks"],
             cwd=ROOT,
-            env={**os.environ, **rank_environment(0, 1, "0")},
+            env={**os.environ, "PYTHONPATH": python_path()},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
         )
+        self._lock = threading.RLock()  # threads may run programs side by side
         self._received = b""
         self._started: list[int] = []
         self._ended: dict[int, int] = {}
@@ -129,21 +146,26 @@ class _Server:
         self._process.stdout.close()
         self._process.wait()
 
-    def start(self, program: Sequence[str], variables: dict[str, str], said: Path) -> ForkedRank:
+    def start(
+        self, program: Sequence[str], folder: Path, variables: dict[str, str], *said: Path
+    ) -> ForkedRank:
         request = {
             "program": list(program),
-            "environment": {**os.environ, **variables},
-            "said": str(said),
+            "folder": str(folder),
+            "environment": variables,
+            "said": list(map(str, said)),
         }
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request).encode() + b"\n")
-        while not self._started:
-            self._receive(timeout_s=60)
-        return ForkedRank(self, self._started.pop())
+        with self._lock:
+            assert self._process.stdin is not None
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            while not self._started:
+                self._receive(timeout_s=60)
+            return ForkedRank(self, self._started.pop())
 
     def status(self, pid: int) -> int | None:
-        self._receive(timeout_s=0)
-        return self._ended.get(pid)
+        with self._lock:
+            self._receive(timeout_s=0)
+            return self._ended.get(pid)
 
     def _receive(self, timeout_s: float) -> None:
         assert self._process.stdout is not None
@@ -194,19 +216,24 @@ def _serve() -> dict[str, Any]:
 def _become(request: dict[str, Any]) -> None:
     """Runs a program as this process would have done from the start."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    said = os.open(request["said"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(said, 1)
-    os.dup2(said, 2)
+    for descriptor, said in zip((1, 2), request["said"], strict=True):
+        os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.environ.clear()
     os.environ.update(request["environment"])
+    os.chdir(request["folder"])
     random.seed()
     program, *arguments = request["program"]
+    first = str(Path(program).absolute().parent) if program not in ("-m", "-c") else os.getcwd()
+    more = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
+    sys.path[:1] = [first, *more]
     if program == "-m":
         sys.argv = arguments
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    elif program == "-c":
+        sys.argv = ["-c", *arguments[1:]]
+        exec(compile(arguments[0], "<string>", "exec"), {"__name__": "__main__"})
     else:
         sys.argv = [program, *arguments]
-        sys.path[0] = str(Path(program).parent)
         runpy.run_path(program, run_name="__main__")
 
 

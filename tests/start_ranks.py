@@ -22,7 +22,7 @@ def start_ranks(
     return subprocess.run(
         [sys.executable, "-m", "gradsplit.launch", "--nproc-per-node", str(processes), *program],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": _path(), **environment},
+        env={**os.environ, "PYTHONPATH": python_path(), **environment},
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -39,7 +39,7 @@ def free_port() -> str:
 def rank_environment(rank: int, processes: int, port: str) -> dict[str, str]:
     """The variables by which a rank without a launcher knows its job on this machine; ``port`` is the store's."""
     return {
-        "PYTHONPATH": _path(),
+        "PYTHONPATH": python_path(),
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
@@ -49,5 +49,6 @@ def rank_environment(rank: int, processes: int, port: str) -> dict[str, str]:
     }
 
 
-def _path() -> str:
+def python_path() -> str:
+    """What a process needs to find this checkout first."""
     return os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])

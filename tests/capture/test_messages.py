@@ -2,13 +2,13 @@
 
 import functools
 import logging
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import gradsplit
+from tests.forked_ranks import run_forked
 
 
 def misfit(x, y):
@@ -40,7 +40,8 @@ run(torch.ones(2)), run(torch.ones(3))
 @pytest.mark.parametrize("configured", ["", "logging.basicConfig(level=logging.DEBUG)"])
 def test_the_level_info_is_shown(configured):
     program = SHOWS_INFO.format(configured=configured)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = run_forked(["-c", program], Path.cwd())
+    assert done.returncode == 0, done.stderr
     assert done.stderr.count("recompiled because") == 1
     assert done.stderr.count("captured\n") == 2
 

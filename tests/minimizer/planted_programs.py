@@ -7,11 +7,9 @@ a program of so many rows of one to three calls (200), makes it smaller, and pri
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -23,9 +21,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from tests.forked_ranks import run_forked
 from tests.minimizer.planted_faults import FAULTS, VARIABLE
+from tests.start_ranks import ROOT, python_path
 
-ROOT = Path(__file__).parents[2]
 LIMIT_S = 600
 _CALLS = (torch.tanh, torch.cos, torch.relu, torch.nn.functional.gelu, lambda x: x * 0.5, lambda x: x + 0.25)
 
@@ -88,18 +87,15 @@ def minimized(name: str, calls: int, folder: Path, after: str = "capture") -> Fo
         + ("" if fault.again is None else f"again = lambda: planted_faults.again({name!r}, inputs())\n")
     )
     environment = {
-        **os.environ,
         VARIABLE: name,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": python_path(),
         "GRADSPLIT_CACHE": str(folder / "cache"),
     }
     begin = time.monotonic()
-    command = [sys.executable, "-m", "gradsplit.minimize", str(file), "--after", after]
+    command = ["-m", "gradsplit.minimize", str(file), "--after", after]
     try:
-        run = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
-        )
+        run = run_forked(command, ROOT, LIMIT_S, **environment)
     except subprocess.TimeoutExpired as late:
         return Found(0, False, time.monotonic() - begin, str(late.stdout))
     seconds = time.monotonic() - begin
@@ -109,14 +105,7 @@ def minimized(name: str, calls: int, folder: Path, after: str = "capture") -> Fo
     left = re.search(r"^(\d+) calls that fail", run.stdout, re.MULTILINE)
     assert left is not None, run.stdout
     try:
-        again = subprocess.run(
-            [sys.executable, str(small)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        again = run_forked([str(small)], ROOT, 120, **environment)
         fails_alone = again.returncode != 0
         if not fails_alone:
             return Found(int(left[1]), False, seconds, f"{run.stdout}alone: {again.stdout}{again.stderr}")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,8 @@ import torch
 import gradsplit
 from gradsplit.compile_core.minimizer.write_failures import GraphFailures
 from gradsplit.compile_core.options import ReproRequest, requested_repro
-from tests.minimizer.planted_programs import ROOT
-from tests.start_ranks import start_ranks
+from tests.forked_ranks import run_forked
+from tests.start_ranks import ROOT, start_ranks
 
 _BACKENDS = """
 import torch.distributed as dist
@@ -67,9 +65,7 @@ def _environment(tmp_path: Path, after: str = "capture", level: int = 2) -> dict
 
 def _run(program: Path, environment: dict[str, str]) -> str:
     """What it says on stderr."""
-    command = [sys.executable, str(program)]
-    environment = {**os.environ, **environment}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stderr
+    return run_forked([str(program)], program.parent, 280, **environment).stderr
 
 
 def _written(folder: Path) -> set[str]:

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +20,10 @@ from rich.table import Table
 
 import gradsplit
 from gradsplit.distributed.collectives import averaging
+from tests.forked_ranks import run_forked
 from tests.minimizer import planted_faults
+from tests.start_ranks import ROOT, python_path
 
-ROOT = Path(__file__).parents[2]
 TROUBLE = "DOCTOR_TROUBLE"
 # Name -> the rung that the verdict begins with, and what it says.
 EXPECTED: dict[str, tuple[str, str]] = {}
@@ -162,17 +162,10 @@ def factory() -> Any:
 
 def examine(name: str, timeout_s: float = 400.0) -> str:
     """What ``gradsplit.doctor`` says last."""
-    environment = {
-        **os.environ,
-        TROUBLE: name,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
-    command = [sys.executable, "-m", "gradsplit.doctor", f"{__file__}:factory"]
+    environment = {TROUBLE: name, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
+    command = ["-m", "gradsplit.doctor", f"{__file__}:factory"]
     try:
-        run = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
-        )
+        run = run_forked(command, ROOT, timeout_s, **environment)
     except subprocess.TimeoutExpired:
         return f"no verdict in {timeout_s:.0f} s"
     return " ".join(run.stdout.rpartition("┘")[2].split()) or run.stderr

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import gradsplit
+from tests.forked_ranks import run_forked
+from tests.start_ranks import python_path
 
-ROOT = Path(__file__).parents[2]
 _MODEL = """
 import torch, gradsplit
 
@@ -42,15 +43,18 @@ def nothing_compiled():
 def _run(folder: Path, *command: str, **variables: str) -> str:
     """``env NAME=VALUE python your_model.py``; what is said on stderr."""
     (folder / "your_model.py").write_text(_MODEL)
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    run = subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path, "GRADSPLIT_CACHE": str(folder / "cache"), **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    variables = {"PYTHONPATH": python_path(), "GRADSPLIT_CACHE": str(folder / "cache"), **variables}
+    if "TORCH_LOGS" in variables:  # torch reads it, too, when it is imported
+        run = subprocess.run(
+            [sys.executable, *command],
+            cwd=folder,
+            env={**os.environ, **variables},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    else:
+        run = run_forked(command, folder, **variables)
     assert run.returncode == 0, run.stderr
     return run.stderr
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +10,9 @@ import pytest
 import torch
 
 import gradsplit
+from tests.forked_ranks import run_forked
+from tests.start_ranks import python_path
 
-ROOT = Path(__file__).parents[2]
 _PROGRAM = """
 import torch, gradsplit
 
@@ -38,15 +38,7 @@ print("the program has run")
 
 
 def _run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_forked(command, cwd, PYTHONPATH=python_path())
 
 
 def test_a_failing_capture_of_a_program_is_replayed_alone(tmp_path: Path):
