@@ -1,10 +1,12 @@
 """What all tests share: seeds, threads, the GPU marker and golden prints."""
 
 import difflib
+import gc
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -35,7 +37,22 @@ def pytest_configure(config: pytest.Config) -> None:
     torch._logging._internal.trace_log.propagate = True
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """What is imported stays: Python looks for no garbage in it, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # They take long, and one that comes last keeps a single worker busy.
+    items.sort(key=lambda item: item.get_closest_marker("multi_process") is None)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, and torch sees none here")

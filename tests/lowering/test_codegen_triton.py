@@ -127,6 +127,7 @@ def test_neighbours_share_their_random_bits(folder: Path) -> None:
     assert counts[0] <= 0.7 * counts[1]
 
 
+@pytest.mark.multi_process
 def test_they_run_in_the_interpreter() -> None:
     check_interpreted("interpreted_triton")
 

@@ -15,6 +15,7 @@ from tests.lowering.interpreted_kernels import run_interpreted
 from tests.lowering.small_models import MODELS
 
 
+@pytest.mark.multi_process
 @pytest.mark.timeout(400)
 def test_kernels_of_models_run_in_the_interpreter_and_compile(tmp_path: Path) -> None:
     printed = run_interpreted("-m", "tests.lowering.interpreted_models", str(tmp_path))

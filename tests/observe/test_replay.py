@@ -41,6 +41,7 @@ def _run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return run_forked(command, cwd, PYTHONPATH=python_path())
 
 
+@pytest.mark.multi_process
 def test_a_failing_capture_of_a_program_is_replayed_alone(tmp_path: Path):
     pytest.importorskip("cloudpickle", reason="records are pickled with cloudpickle")
     (tmp_path / "train.py").write_text(_PROGRAM)

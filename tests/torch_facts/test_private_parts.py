@@ -20,6 +20,7 @@ PARTS = sorted(PRIVATE_PARTS)
 SHARES = 2
 
 
+@pytest.mark.multi_process
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("share", range(SHARES))
 def test_without_each_part(share):

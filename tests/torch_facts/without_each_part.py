@@ -11,7 +11,11 @@ import pkgutil
 import sys
 import traceback
 
-import networkx  # noqa: F401 -- loaded once, for all processes
+import bytecode  # noqa: F401 -- loaded once, for all processes
+import networkx  # noqa: F401
+import rich.console
+import rich.table  # noqa: F401
+import safetensors.torch  # noqa: F401
 import sympy  # noqa: F401
 import torch
 import torch.distributed.pipelining

@@ -11,6 +11,7 @@ from tests.forked_ranks import fork_rank, fork_ranks
 from tests.start_ranks import free_port, start_ranks
 
 
+@pytest.mark.multi_process
 def test_stages_train_as_the_whole_model_does(tmp_path: Path) -> None:
     """With one and with two stages a rank, in a V, and with weight gradients apart from input gradients and not."""
     program = ["-m", "tests.distributed.pipeline.pipeline_cases", str(tmp_path), "tied", "--"]
@@ -20,6 +21,7 @@ def test_stages_train_as_the_whole_model_does(tmp_path: Path) -> None:
     assert len(lines) == 4, found.stdout
 
 
+@pytest.mark.multi_process
 def test_stages_train_with_other_sizes_in_each_step(tmp_path: Path) -> None:
     """And are compiled once."""
     program = ["-m", "tests.distributed.pipeline.pipeline_cases", "--open", str(tmp_path), "tied", "--"]
@@ -28,6 +30,7 @@ def test_stages_train_with_other_sizes_in_each_step(tmp_path: Path) -> None:
     assert found.stdout.count(": equal") == 3, found.stdout
 
 
+@pytest.mark.multi_process
 def test_recorded_stages_train_as_the_whole_model_does(tmp_path: Path) -> None:
     """With several microbatches in flight, dropout, running statistics, weight gradients apart, and messages without
     tags."""
@@ -45,6 +48,7 @@ def test_recorded_stages_train_as_the_whole_model_does(tmp_path: Path) -> None:
     assert found.stdout.count(": equal") == 4, found.stdout
 
 
+@pytest.mark.multi_process
 def test_there_are_recordings_for_each_size(tmp_path: Path) -> None:
     program = ["-m", "tests.distributed.pipeline.pipeline_cases", "--recorded", "--open", str(tmp_path)]
     found = fork_ranks([*program, "tied", "--", "ZBVZeroBubble"], timeout_s=110)
@@ -53,6 +57,7 @@ def test_there_are_recordings_for_each_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.multi_process
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("how", [[], ["--recorded"], ["--open"], ["--recorded", "--open"]])
@@ -65,6 +70,7 @@ def test_stages_on_gpus_train_as_the_whole_model_does(tmp_path: Path, how: list[
     assert found.stdout.count(": equal") == 8, found.stdout
 
 
+@pytest.mark.multi_process
 def test_replicas_average_and_errors_come_on_every_rank(tmp_path: Path) -> None:
     program = ["-m", "tests.distributed.pipeline.replica_cases", str(tmp_path)]
     found = fork_ranks(program, timeout_s=110, processes=4)
@@ -72,6 +78,7 @@ def test_replicas_average_and_errors_come_on_every_rank(tmp_path: Path) -> None:
     assert found.stdout.count(": equal") == 4, found.stdout
 
 
+@pytest.mark.multi_process
 @pytest.mark.parametrize(("sizes", "who"), [("open", 1), ("fixed", 0)])
 def test_a_rank_that_is_killed_is_named(sizes: str, who: int, tmp_path: Path) -> None:
     program = ["-m", "tests.distributed.pipeline.killed_rank", str(tmp_path / "p"), sizes, str(who)]
