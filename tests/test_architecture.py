@@ -520,15 +520,22 @@ CHECKS: tuple[Callable[[list[Module]], list[str]], ...] = (
 )
 
 
+@pytest.fixture(scope="module")
+def source() -> list[Module]:
+    return read_modules(ROOT)
+
+
+@pytest.mark.xdist_group("source")  # one worker reads it once
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_source_keeps_the_rule(check):
-    broken = check(read_modules(ROOT))
+def test_source_keeps_the_rule(check, source):
+    broken = check(source)
     assert not broken, "\n" + "\n".join(broken)
 
 
+@pytest.mark.xdist_group("source")
 @pytest.mark.parametrize("package", EXACT_LAYERS)
-def test_every_arrow_is_used(package):
-    used = {(layer, other) for _, _, layer, other in layer_arrows(read_modules(ROOT), package)}
+def test_every_arrow_is_used(package, source):
+    used = {(layer, other) for _, _, layer, other in layer_arrows(source, package)}
     listed = {(layer, other) for layer, others in LAYERS[package].items() for other in others}
     assert listed - used == set()
 
