@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import gradsplit
 from gradsplit.compile_core.autograd.partitioning.partition import partition
 from gradsplit.compile_core.autograd.trace_joint import trace_joint
 from gradsplit.compile_core.backends.registry import RegionBackend, resolve_backend
@@ -128,3 +129,14 @@ def backward(results: Sequence[torch.Tensor]) -> None:
     ]
     if roots:
         torch.autograd.backward(roots, tangents)
+
+
+def check_call(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> None:
+    """The result of the compiled function, its strides and the gradients are those of a plain call."""
+    plain, ours = copies(inputs), copies(inputs)
+    expected, found = function(*plain), gradsplit.compile(function)(*ours)
+    torch.testing.assert_close(found, expected)
+    assert found.stride() == expected.stride()
+    for result in (expected, found):
+        (result * torch.arange(result.numel()).view(result.shape)).sum().backward()
+    torch.testing.assert_close([tensor.grad for tensor in ours], [tensor.grad for tensor in plain])

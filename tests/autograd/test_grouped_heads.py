@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import gradsplit
 from gradsplit.compile_core.autograd.captured_graphs import grouped_heads
 from gradsplit.compile_core.autograd.captured_graphs.attention_calls import attention_laid_out
+from tests.autograd.compare_with_eager import check_call
 
 HEADS, GROUPS, LENGTH, SIZE = 6, 2, 5, 4
 
@@ -115,13 +116,7 @@ def test_others_stay(function: Callable[..., Tensor]) -> None:
 
 @pytest.mark.parametrize("function", [*GROUPED, *LEFT])
 def test_results_and_gradients_are_those_of_the_plain_call(function: Callable[..., Tensor]) -> None:
-    plain, ours = some_inputs(), some_inputs()
-    expected, found = function(*plain), gradsplit.compile(function)(*ours)
-    torch.testing.assert_close(found, expected)
-    assert found.stride() == expected.stride()
-    for result in (expected, found):
-        (result * torch.arange(result.numel()).view(result.shape)).sum().backward()
-    torch.testing.assert_close([tensor.grad for tensor in ours], [tensor.grad for tensor in plain])
+    check_call(function, *some_inputs())
 
 
 def test_keys_of_inference_mode_that_change_after_they_are_repeated() -> None:
