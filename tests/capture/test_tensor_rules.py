@@ -41,6 +41,14 @@ def makes_a_leaf(x):
     return (z * 3).sum(), y.requires_grad, z is y
 
 
+def stores_that_it_is_a_leaf(x):
+    y = x.detach()[:, None]
+    y.requires_grad = True
+    z = y * x
+    y.requires_grad = True
+    return z.sum(), y.requires_grad, (x * 2).detach().requires_grad_(False)
+
+
 def types(x):
     return (
         torch.result_type(x, 1.0), torch.result_type(x.long(), 1), torch.is_same_size(x, x * 2),
@@ -78,6 +86,7 @@ def attributes(x):
 
 PROGRAMS = [
     attributes, changes_metadata, a_view_keeps_its_metadata, copies_what_has_gaps, makes_a_leaf, types, limits,
+    stores_that_it_is_a_leaf,
     operators_by_name, items,
     distributions,
 ]  # fmt: skip
@@ -138,6 +147,7 @@ def test_a_leaf_gathers_its_own_gradient():
     [
         lambda x: x.t_(),
         lambda x: x.requires_grad_(),
+        lambda x: setattr(x, "requires_grad", True),
         lambda x: torch.autograd.grad((x * 2).sum(), x),
         lambda x: (x * 2).resize_(2),
     ],
@@ -145,6 +155,23 @@ def test_a_leaf_gathers_its_own_gradient():
 def test_refused(program):
     with pytest.raises(Unsupported):
         gradsplit.compile(program, backend="eager", fullgraph=True)(torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("wanted", [True, False, 1])
+@pytest.mark.parametrize("kind", [torch.float32, torch.int64])
+@pytest.mark.parametrize("by", ["requires_grad", "requires_grad_"])
+def test_what_must_not_require_gradients_raises_as_plain_python_does(by, kind, wanted):
+    def program(x):
+        found = []
+        for y in (x.detach().to(kind) * 2, x * 2, x):
+            try:
+                setattr(y, by, wanted) if by == "requires_grad" else y.requires_grad_(wanted)
+                found.append(y.requires_grad)
+            except (RuntimeError, TypeError) as error:
+                found.append(type(error))
+        return found
+
+    check_same(program, lambda: (torch.randn(3, requires_grad=True),), fullgraph=False)
 
 
 def test_an_argument_that_changes_its_metadata():

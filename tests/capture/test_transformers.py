@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from torch import nn
 
 from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
@@ -127,3 +128,21 @@ def test_a_cache_that_is_passed_in_grows():
             cache = model(input_ids=tokens[:, :4]).past_key_values
             results.append(leaves([model(input_ids=tokens[:, 4:5], past_key_values=cache), cache]))
     assert_same(results[1], results[0])
+
+
+def test_audio_of_which_the_model_wants_gradients():
+    """HuBERT stores in what it is given that it requires them, for checkpoints."""
+    torch.manual_seed(0)
+    config = hf.HubertConfig(
+        conv_dim=(8, 8), conv_stride=(5, 2), conv_kernel=(10, 3), num_feat_extract_layers=2
+    )
+    plain = hf.HubertModel(config).feature_extractor.train()
+    compiled, function = compile_module(copy.deepcopy(plain))
+    audio = torch.randn(2, 400)
+    found = []
+    for module in (plain, compiled):
+        result = module(audio)
+        result.sin().sum().backward()
+        found.append([result.detach(), *(parameter.grad for parameter in module.parameters())])
+    torch.testing.assert_close(found[1], found[0])
+    assert not audio.requires_grad and len(function.entries) == 1

@@ -114,9 +114,14 @@ def compare_scalar(
     return ConstantValue(value)
 
 
+def only_computes(state: CaptureState) -> bool:
+    """Whether the code that runs is torch's and does nothing else with the numbers that it reads."""
+    return state.calling_module().startswith(("torch.optim.", "torch.nn.modules.batchnorm"))
+
+
 def check_scalars(state: CaptureState, target: Any, args: Any) -> None:
     """Refuse a number that the program has read where more than elements may depend on it, as ``arange``'s length."""
-    if takes_open_floats(target) and not takes_probability(target):
+    if only_computes(state) or (takes_open_floats(target) and not takes_probability(target)):
         return
     found: list[fx.Node] = []
     map_arg(args, found.append)

@@ -23,14 +23,8 @@ from gradsplit.compile_core.capture.values.sets import SetValue, as_set
 
 # A class that defines one of these says itself how it is copied.
 _OWN_WAYS = (
-    "__copy__",
-    "__deepcopy__",
-    "__reduce__",
-    "__reduce_ex__",
-    "__getstate__",
-    "__setstate__",
-    "__getnewargs__",
-    "__getnewargs_ex__",
+    *("__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"),
+    *("__getnewargs__", "__getnewargs_ex__"),
 )
 # What copying an instance of a subclass of a container calls, besides attributes.
 _FILLING = ("append", "extend", "__setitem__", "__iter__", "items")

@@ -16,7 +16,12 @@ import torch
 from gradsplit.compile_core import config
 from gradsplit.compile_core.capture.open_numbers.drawn_ends import ends_of_draw
 from gradsplit.compile_core.capture.open_numbers.known_numbers import decision_by
-from gradsplit.compile_core.capture.open_numbers.scalars import ScalarValue, compute_scalar, read_scalar
+from gradsplit.compile_core.capture.open_numbers.scalars import (
+    ScalarValue,
+    compute_scalar,
+    only_computes,
+    read_scalar,
+)
 from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import compare_open
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule
@@ -24,15 +29,13 @@ from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue, method_rule
 
-_MODULES = ("torch.optim.", "torch.nn.modules.batchnorm")
-
 
 def reads_scalars(state: CaptureState, tensor: TensorValue) -> bool:
     """Whether the code that runs is known, or said, to compute with what it reads, or it is drawn: then what the
     program decides by it may be no decision."""
     said = config.capture_scalar_outputs or ends_of_draw(tensor.node) is not None
     said = said and tensor.fake.dtype.is_floating_point and tensor.fake.numel() == 1
-    return state.calling_module().startswith(_MODULES) or said
+    return only_computes(state) or said
 
 
 def _reads_symbols(tensor: TensorValue) -> bool:

@@ -14,7 +14,13 @@ from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRul
 from gradsplit.compile_core.capture.values.constants import ConstantValue, is_none
 from gradsplit.compile_core.capture.values.containers import SequenceValue
 from gradsplit.compile_core.capture.values.mappings import DictView
-from gradsplit.compile_core.capture.values.tensors import METHOD_RULES, MethodRule, TensorValue, method_rule
+from gradsplit.compile_core.capture.values.tensors import (
+    ATTRIBUTE_STORES,
+    METHOD_RULES,
+    MethodRule,
+    TensorValue,
+    method_rule,
+)
 from gradsplit.compile_core.torch_facts.dispatcher import is_alias_of
 
 _METADATA_CHANGES = (
@@ -62,14 +68,28 @@ METHOD_RULES.update({name: _metadata_change(name) for name in _METADATA_CHANGES}
 
 @method_rule("requires_grad_")
 def _requires_grad(state: CaptureState, tensor: TensorValue, *args: Value, **kwargs: Value) -> Value | None:
-    wanted = [value.as_constant() for value in (*args, *kwargs.values())] or [True]
-    if wanted == [tensor.fake.requires_grad]:
+    (wanted,) = (*args, *kwargs.values()) or (ConstantValue(True),)
+    if not isinstance(wanted, ConstantValue) or type(wanted.value) is not bool:
+        return None
+    if wanted.value == tensor.fake.requires_grad:
         return tensor
     # A tensor that exists keeps its metadata, and only leaves may change.
     if not _is_own(state, tensor) or not tensor.fake.is_leaf:
         return None
-    _change(state, "requires_grad_", tensor, args, kwargs)
+    _change(state, "requires_grad_", tensor, [wanted], {})
     return tensor
+
+
+def _store_requires_grad(state: CaptureState, tensor: TensorValue, value: Value) -> None:
+    """Unlike the method it says nothing of what has a history."""
+    if not tensor.get_attribute(state, "is_leaf").truth(state):
+        raise state.unsupported(
+            "attribute-store", f"'requires_grad' of {tensor.describe()}, which is no leaf"
+        )
+    tensor.call_method(state, "requires_grad_", [value], {})
+
+
+ATTRIBUTE_STORES["requires_grad"] = _store_requires_grad
 
 
 @method_rule("contiguous")

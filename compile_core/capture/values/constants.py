@@ -18,22 +18,8 @@ import torch.nn.attention
 from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, Value, constants_of
 
 LITERAL_TYPES = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(Ellipsis),
-    type(NotImplemented),
-    range,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-    torch.finfo,
-    torch.iinfo,
+    *(type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented), range),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.finfo, torch.iinfo),
     torch.nn.attention.SDPBackend,
     # The default of counts and flags in the functions of ``re``, from 3.13 on.
     type(getattr(re, "_zero_sentinel", 0)),
@@ -42,15 +28,8 @@ LITERAL_TYPES = (
 
 # Objects of C types that are immutable and compare by value: their methods are pure functions.
 FOLDED_TYPES = (
-    re.Pattern,
-    re.Match,
-    decimal.Decimal,
-    fractions.Fraction,
-    datetime.date,
-    datetime.datetime,
-    datetime.time,
-    datetime.timedelta,
-    datetime.timezone,
+    *(re.Pattern, re.Match, decimal.Decimal, fractions.Fraction),
+    *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
 )
 
 # What a device does as a context manager, filled in by the rules for modes.

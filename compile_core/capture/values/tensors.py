@@ -257,7 +257,8 @@ def method_rule(name: str) -> Callable[[MethodRule], MethodRule]:
 
 
 _OPERATORS = frozenset(
-    f"__{name}__"
+    f"__{way}{stem}__"
+    for way in ("", "r", "i")
     for stem in [
         "add",
         "sub",
@@ -273,19 +274,7 @@ _OPERATORS = frozenset(
         "lshift",
         "rshift",
     ]
-    for name in (stem, "r" + stem, "i" + stem)
-) | {
-    "__neg__",
-    "__pos__",
-    "__invert__",
-    "__abs__",
-    "__eq__",
-    "__ne__",
-    "__lt__",
-    "__le__",
-    "__gt__",
-    "__ge__",
-}
+) | {f"__{name}__" for name in ("neg", "pos", "invert", "abs", "eq", "ne", "lt", "le", "gt", "ge")}
 
 
 def type_name(fake: torch.Tensor) -> str:
