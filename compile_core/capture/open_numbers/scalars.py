@@ -121,13 +121,14 @@ def only_computes(state: CaptureState) -> bool:
 
 def check_scalars(state: CaptureState, target: Any, args: Any) -> None:
     """Refuse a number that the program has read where more than elements may depend on it, as ``arange``'s length."""
-    if only_computes(state) or (takes_open_floats(target) and not takes_probability(target)):
+    if takes_open_floats(target) and not takes_probability(target):
         return
     found: list[fx.Node] = []
     map_arg(args, found.append)
     for node in found:
         is_float = type(node.meta["example_value"]) is float and node not in state.graph.open_floats
-        if is_float or (node.target == "item" and isinstance(node.meta["example_value"], (int, float))):
+        is_read = node.target == "item" and isinstance(node.meta["example_value"], (int, float))
+        if (is_float or is_read) and not only_computes(state):
             raise state.unsupported("data-dependent-value", f"{target} of a number that depends on data")
 
 
