@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +32,10 @@ interpret_expression = private("torch.utils._sympy.interp:sympy_interp", _PURPOS
 OF_SYMBOLIC_FLOATS: dict[Any, Any] = {
     math.sin: private("torch:_sym_sin", _PURPOSE),
     math.cos: private("torch:_sym_cos", _PURPOSE),
+    math.tanh: private("torch:_sym_tanh", _PURPOSE),
+    # Their results are of the same kind: a symbol that is positive, and one that may be anything.
+    math.exp: functools.partial(operator.pow, math.e),
+    math.log: private("torch:_sym_log2", _PURPOSE, instead=private("torch:_sym_tan", _PURPOSE)),
 }
 
 # What a program says of numbers that depend on data: it raises where it does not hold.

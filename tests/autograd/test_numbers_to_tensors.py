@@ -72,11 +72,11 @@ def test_gradients_and_floats_that_the_backward_reads() -> None:
     assert len(watch.seconds()["trace_joint"]) == 2
 
 
-def test_angles() -> None:
-    """Python's sine and cosine of a float that differs, in the graph: the trace asked for the float's value."""
+def test_functions_of_floats() -> None:
+    """Python's functions of a float that differs, in the graph: a trace that runs them asks for the float's value."""
 
     def function(x: torch.Tensor, a: float) -> torch.Tensor:
-        return x * math.sin(a) + math.cos(a + a / 2)
+        return x * math.sin(a) + math.cos(a + a / 2) * math.exp(a) - math.log(a + 3) / math.tanh(a) + a**2
 
     compiled = gradsplit.compile(function, fullgraph=True)
     watch = Stopwatch()

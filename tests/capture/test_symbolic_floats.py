@@ -362,6 +362,39 @@ def test_the_schedule_itself_inside_of_the_step(make_schedule):
     assert counts[3:] == counts[3:4] * 5, counts
 
 
+def ramps(x, a):
+    """As moving averages and consistency losses are weighted."""
+    rise, fall = 1 - math.exp(-a / 2000), math.exp(-5 * (1 - a) ** 2)
+    return x * rise, x * fall, x / math.log(a + 1), math.tanh(a) * x, x * math.pow(a, 0.9) + a**3, a**-0.5
+
+
+def test_functions_of_floats_are_captured_once():
+    check_values(ramps, [0.5, 2.5, 1.0, 3.7, 1e-3, 12.0])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, a: x * math.exp(a),
+        lambda x, a: x * math.log(a),
+        lambda x, a: (x * a**2, a**3.0),
+        lambda x, a: (x * a**-2, a**0.5, a**-1.5),
+        lambda x, a: x * math.pow(a, 1.5) + math.pow(0.5, a),
+        lambda x, a: x * 2 if math.exp(a) * a**2 > 3 else x,
+    ],
+)
+def test_functions_of_floats_that_they_do_not_take(function):
+    compiled, x = compile_eager(function), torch.tensor([1.5, -2.0, 0.0])
+    for value in [0.5, 1.5, *VALUES, 800.0, 709.5, 1e154, 1.4e154, -1e200, 1e103, 5e-324, -math.inf, 2.0]:
+        outcomes = []
+        for run in (function, compiled):
+            try:
+                outcomes.append(run(x, value))
+            except (ArithmeticError, ValueError) as error:
+                outcomes.append((type(error).__name__, str(error)))
+        assert same(*outcomes), value
+
+
 def test_functions_bound_by_hand():
     def scale(owner, x):
         return x * owner.factor

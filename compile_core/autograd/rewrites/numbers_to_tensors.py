@@ -52,6 +52,9 @@ _ARITHMETIC: Mapping[Any, Any] = {
     torch.sym_sqrt: aten.sqrt.default,
     math.sin: aten.sin.default,
     math.cos: aten.cos.default,
+    math.tanh: aten.tanh.default,
+    math.exp: aten.exp.default,
+    math.log: aten.log.default,
 }
 
 # Python's choice of the second where it compares so to the first: of NaNs it is not torch's.

@@ -292,17 +292,32 @@ def _stays_open(state: CaptureState, symbol: str, left: Value, right: Value) -> 
         return right.truth(state)
     if symbol == "**":
         if not _is_int(left):
-            # Shares of something, powers of which neither overflow nor become complex.
-            return (
-                compare_numbers(state, "<=", operator.le, left, ConstantValue(1))
-                and compare_numbers(state, ">=", operator.ge, left, ConstantValue(0))
-                and compare_numbers(state, ">=", operator.ge, right, ConstantValue(0))
-            )
+            return _has_power(state, left, right)
         if isinstance(right, SymbolicNumber) or not isinstance(left, SymbolicInt):
             return False
         whole = _is_int(right) and right.as_constant() >= 0
         return whole or compare_numbers(state, ">", operator.gt, left, ConstantValue(0))
     return False
+
+
+def _has_power(state: CaptureState, base: Value, exponent: Value) -> bool:
+    """Whether a power of a float is a float, without an overflow: of shares of something, or one that is known."""
+    assert isinstance(exponent, ConstantValue)
+    if isinstance(exponent, SymbolicNumber):
+        within = compare_numbers(state, ">=", operator.ge, exponent, ConstantValue(0))
+        return within and _lies_between(state, base, 0, 1)
+    power, least, most = float(exponent.value), 0.0, 1.0
+    if power > 0:
+        most = (sys.float_info.max ** (1 / max(power, 1))) * 0.99
+        least = -most if power.is_integer() else 0.0
+    elif power < 0:
+        least, most = max(sys.float_info.max ** (1 / power) * 1.01, sys.float_info.min), sys.float_info.max
+    return _lies_between(state, base, least, most)
+
+
+def _lies_between(state: CaptureState, number: Value, least: Any, most: Any) -> bool:
+    above = least is None or compare_numbers(state, ">=", operator.ge, number, ConstantValue(least))
+    return above and (most is None or compare_numbers(state, "<=", operator.le, number, ConstantValue(most)))
 
 
 def negate_number(state: CaptureState, operand: SymbolicNumber) -> Value:
@@ -365,6 +380,8 @@ def call_with_numbers(
     state: CaptureState, function: Callable[..., Any], args: list[Value], kwargs: dict[str, Value]
 ) -> Value | None:
     """A call of a pure function whose result can stay open; None where there is no such rule."""
+    if function is math.pow and len(args) == 2 and are_numbers(*args) and not _is_int(args[0]):
+        return binary_number(state, "**", operator.pow, *args) if _has_power(state, *args) else None
     if kwargs or not args or not isinstance(args[0], SymbolicNumber):
         return None
     operand = args[0]
@@ -392,10 +409,11 @@ def call_with_numbers(
     if function is abs:
         positive = compare_numbers(state, ">=", operator.ge, operand, ConstantValue(0))
         return operand if positive else negate_number(state, operand)
-    if function is math.sqrt and compare_numbers(state, ">=", operator.ge, operand, ConstantValue(0)):
-        return _float_of(state, torch.sym_sqrt, "math.sqrt({0})", [operand])
-    if function in (math.sin, math.cos) and _is_finite(state, operand):
+    finite = function in (math.sin, math.cos, math.tanh) and _is_finite(state, operand)
+    if finite or (function in _RANGES and _lies_between(state, operand, *_RANGES[function])):
         name = f"math.{function.__name__}({{0}})"
+        if function is math.sqrt:
+            return _float_of(state, torch.sym_sqrt, name, [operand])
         return _float_of(state, function, name, [operand], function(operand.example(state)))
     return None
 
@@ -403,12 +421,11 @@ def call_with_numbers(
 def _is_finite(state: CaptureState, operand: SymbolicNumber) -> bool:
     if isinstance(operand, SymbolicInt):
         return True
-    greatest, least = ConstantValue(sys.float_info.max), ConstantValue(-sys.float_info.max)
-    return compare_numbers(state, "<=", operator.le, operand, greatest) and compare_numbers(
-        state, ">=", operator.ge, operand, least
-    )
+    return _lies_between(state, operand, -sys.float_info.max, sys.float_info.max)
 
 
+# Between which numbers these raise nothing.
+_RANGES: dict[Any, tuple[Any, Any]] = {math.sqrt: (0, None), math.exp: (None, 709), math.log: (5e-324, None)}
 _TO_INTEGER = (int, round, operator.index, math.floor, math.ceil, math.trunc)
 
 

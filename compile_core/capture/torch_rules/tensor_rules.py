@@ -199,15 +199,8 @@ def _metadata_rule(function: Any) -> CallRule:
 
 
 for _function in (
-    torch.result_type,
-    torch.is_same_size,
-    torch.is_signed,
-    torch.is_floating_point,
-    torch.is_complex,
-    torch.is_conj,
-    torch.numel,
-    torch.finfo,
-    torch.iinfo,
+    *(torch.result_type, torch.is_same_size, torch.is_signed, torch.is_floating_point, torch.is_complex),
+    *(torch.is_conj, torch.numel, torch.finfo, torch.iinfo),
 ):
     CALL_RULES[_function] = _metadata_rule(_function)
 
