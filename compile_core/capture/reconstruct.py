@@ -251,6 +251,7 @@ class RunnerWriter(SourceWriter):
         name = self._name(value, "{}" if value.cls is dict else f"{self.constant(value.cls)}({factory})")
         for key, item in value.entries.values():
             self.lines.append(f"{name}[{self.emit(key)}] = {self.emit(item)}")
+        self.lines += [f"{name}.{key} = {self.emit(item)}" for key, item in value.changes.items()]
         return name
 
     def _build_function(self, value: FunctionValue) -> str:
@@ -290,7 +291,7 @@ class RunnerWriter(SourceWriter):
             assert isinstance(container, ContainerValue)
             self._effects += self._content_lines(container, self.emit(container))
         for (_, attribute), owner in effects.attributes.items():
-            if isinstance(owner, TensorValue):
+            if isinstance(owner, (TensorValue, DictValue)):
                 text = f"{self.emit(owner)}.{attribute} = {self.emit(owner.changes[attribute])}"
                 self._effects.append(text)
                 continue

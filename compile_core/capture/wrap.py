@@ -443,6 +443,7 @@ def _container(state: CaptureState, real: Any, cls: type, source: Source | None)
                 state.guards.add([source], f"{{0}}.maxlen == {real.maxlen}", [], f"{source}.maxlen")
     else:
         made = _dictionary(cls.items(real), cls, source)
+        made.real_owner = real if type(real) is cls else None
         if cls is collections.defaultdict:
             if any(isinstance(key, ConstantValue) for key, _ in made.entries.values()):
                 made.guard_keys(state)  # reading an entry that is gone would make a new one

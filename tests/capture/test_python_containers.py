@@ -553,6 +553,22 @@ def bytes_and_arrays(x, n):
     )
 
 
+@program
+def attributes_of_ordered_dictionaries(x, n):
+    made = OrderedDict(a=x)
+    made.extra, made.itself, made.n = x * 2, made, n
+    made.n += 1
+    try:
+        made.missing
+    except AttributeError as error:
+        text = str(error)
+    try:
+        deque().missing
+    except AttributeError as error:
+        text += str(error)
+    return made, made.extra, made.copy(), hasattr(made.copy(), "n"), made == OrderedDict(a=x), text
+
+
 @pytest.mark.parametrize("function, settings", program.table, ids=program.names)
 def test_same_as_plain(function, settings):
     check_program(function, **settings)
@@ -610,3 +626,35 @@ def test_sets_that_come_in():
         return x, sorted(members), 3 in members, len(frozen), members & frozen, Color.RED in frozen
 
     check_program(run, lambda seed: (torch.ones(1), {1, 2, seed}, frozenset([1, Color.RED])))
+
+
+def test_attributes_of_ordered_dictionaries_that_come_in():
+    def make(seed):
+        given = OrderedDict(a=1)
+        given.tag = torch.ones(2) * seed
+        return torch.ones(2), given
+
+    def run(x, given):
+        given.other = given.tag + x
+        return hasattr(given, "absent"), given.tag * x, given
+
+    check_program(run, make)
+
+
+def test_what_a_module_holds_is_read_and_loaded():
+    """With the versions of its modules, which lie in an attribute of the dictionary."""
+
+    def make(seed):
+        torch.manual_seed(seed)
+        models = [torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)) for _ in range(3)]
+        return torch.ones(2), *models[:2], models[2].state_dict()
+
+    def run(x, one, other, held):
+        with torch.no_grad():
+            for name, tensor in other.state_dict().items():
+                if tensor.is_floating_point():
+                    tensor.mul_(0.9).add_(held[name], alpha=0.1)
+        one.load_state_dict(other.state_dict())
+        return x, one.state_dict()._metadata, held._metadata[""]["version"], dict(one.state_dict())
+
+    check_program(run, make)

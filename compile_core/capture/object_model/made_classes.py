@@ -32,35 +32,10 @@ _METACLASSES = (type, abc.ABCMeta, type(torch.autograd.Function))
 # What bodies of functions and literals consist of.
 _INSTRUCTIONS = frozenset(
     [
-        *(
-            "RESUME",
-            "NOP",
-            "CACHE",
-            "EXTENDED_ARG",
-            "COPY_FREE_VARS",
-            "MAKE_CELL",
-            "SETUP_ANNOTATIONS",
-            "PUSH_NULL",
-        ),
-        *(
-            "LOAD_NAME",
-            "STORE_NAME",
-            "LOAD_CONST",
-            "LOAD_CLOSURE",
-            "LOAD_FAST",
-            "BUILD_TUPLE",
-            "STORE_SUBSCR",
-            "COPY",
-        ),
-        *(
-            "MAKE_FUNCTION",
-            "SET_FUNCTION_ATTRIBUTE",
-            "PRECALL",
-            "CALL",
-            "RETURN_VALUE",
-            "RETURN_CONST",
-            "POP_TOP",
-        ),
+        *("RESUME", "NOP", "CACHE", "EXTENDED_ARG", "COPY_FREE_VARS", "MAKE_CELL", "SETUP_ANNOTATIONS"),
+        *("PUSH_NULL", "LOAD_NAME", "STORE_NAME", "LOAD_CONST", "LOAD_CLOSURE", "LOAD_FAST", "BUILD_TUPLE"),
+        *("STORE_SUBSCR", "COPY", "MAKE_FUNCTION", "SET_FUNCTION_ATTRIBUTE", "PRECALL", "CALL"),
+        *("RETURN_VALUE", "RETURN_CONST", "POP_TOP"),
     ]
 )
 _DECORATORS = ("staticmethod", "classmethod", "property")

@@ -70,8 +70,11 @@ def _copied(state: CaptureState, value: Value, copy_item: CopyItem, memo: dict[i
 def _empty(state: CaptureState, value: ListValue | DictValue) -> ListValue | DictValue:
     if isinstance(value, ListValue):
         return DequeValue([], value.limit) if isinstance(value, DequeValue) else ListValue([])
-    if value.cls not in (dict, collections.OrderedDict, collections.defaultdict):
+    attributes = value.changes or getattr(value.real_owner, "__dict__", None)
+    if value.cls not in (dict, collections.OrderedDict, collections.defaultdict) or attributes:
         raise state.unsupported("copy", f"a copy of {value.describe()}")
+    if value.cls is collections.OrderedDict and value.source is not None:
+        state.guards.add([value.source], "not {0}.__dict__", [], f"{value.source} has no attributes")
     return DictValue({}, value.cls, default_factory=value.default_factory)
 
 

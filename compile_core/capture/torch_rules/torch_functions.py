@@ -110,12 +110,8 @@ def find_torch_rule(function: Any) -> CallRule | None:
 
 
 _PURE = (
-    torch.promote_types,
-    torch.can_cast,
-    torch.broadcast_shapes,
-    torch.device,
-    torch.Size,
-    torch.Size.numel,
+    *(torch.promote_types, torch.can_cast, torch.broadcast_shapes),
+    *(torch.device, torch.Size, torch.Size.numel),
 )
 
 
@@ -123,13 +119,9 @@ CALL_RULES.update({function: fold_rule(function) for function in _PURE})
 
 # Global state that every check guards, so its value at capture (with the captured changes) is the answer.
 _STATE_QUERIES = (
-    torch.is_grad_enabled,
-    torch.is_autocast_enabled,
-    torch.get_default_dtype,
-    torch.are_deterministic_algorithms_enabled,
-    torch.is_deterministic_algorithms_warn_only_enabled,
-    get_tracing_state,
-    privateuse1_backend_name,
+    *(torch.is_grad_enabled, torch.is_autocast_enabled, torch.get_default_dtype),
+    *(torch.are_deterministic_algorithms_enabled, torch.is_deterministic_algorithms_warn_only_enabled),
+    *(get_tracing_state, privateuse1_backend_name),
 )
 CALL_RULES.update({function: fold_rule(function) for function in _STATE_QUERIES})
 

@@ -20,8 +20,11 @@ import torch
 
 from gradsplit.compile_core.capture.guards.guards import GuardSet
 from gradsplit.compile_core.errors import CodeLocation, Unsupported
-from gradsplit.compile_core.ir.sources import Reference, ReferenceSource, Source
+from gradsplit.compile_core.ir.sources import AttributeSource, ItemSource, Reference, ReferenceSource, Source
 from gradsplit.compile_core.ir.user_lines import is_users_file
+
+# Other classes are named with their module in messages.
+_HEAP_TYPE = 1 << 9
 
 
 class PlainCall(Exception):
@@ -367,7 +370,9 @@ class CaptureState:
 
     def no_attribute(self, cls: type, name: str) -> SymbolicRaise:
         """What reading an attribute raises that objects of a class do not have."""
-        return self.raise_exception(AttributeError, f"{cls.__name__!r} object has no attribute {name!r}")
+        is_made_in_c = cls.__module__ != "builtins" and not cls.__flags__ & _HEAP_TYPE
+        shown = f"{cls.__module__}.{cls.__name__}" if is_made_in_c else cls.__name__
+        return self.raise_exception(AttributeError, f"{shown!r} object has no attribute {name!r}")
 
     def handled_exception(self) -> Value | None:
         """The exception whose handler runs: of this frame, or of one that called it."""
@@ -448,6 +453,18 @@ class CaptureState:
         """What an import statement of a module's code gives, which takes these names out of it; None where the import
         must be left to Python."""
         raise NotImplementedError
+
+
+def stored_attribute(state: CaptureState, owner: Any, real: Any, name: str) -> Value:
+    """What the program has stored on an object as an attribute: in the frame, or before on ``real``."""
+    if name in owner.changes:
+        return owner.changes[name]
+    place = None if owner.source is None else AttributeSource(owner.source, "__dict__")
+    if real is not None and name in real.__dict__:
+        return state.wrap(real.__dict__[name], None if place is None else ItemSource(place, name))
+    if place is not None:
+        state.guards.absent(place, name)
+    raise state.no_attribute(owner.python_type(), name)
 
 
 def constants_of(values: list[Value]) -> list[Any]:

@@ -8,7 +8,7 @@ import math
 import types
 from typing import Any, ClassVar
 
-from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, Value
+from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, Value, stored_attribute
 from gradsplit.compile_core.capture.values.constants import ConstantValue, SequenceIterator
 from gradsplit.compile_core.capture.values.containers import ContainerValue, Item, SequenceValue
 from gradsplit.compile_core.capture.values.hash_keys import ComputedKey, IdentityValue
@@ -16,7 +16,13 @@ from gradsplit.compile_core.ir.sources import EntrySource, KeySource, KeysSource
 
 
 class DictValue(ContainerValue):
-    """A dictionary. Of an existing one only the entries that were read are guarded, until its keys matter."""
+    """A dictionary. Of an existing one only the entries that were read are guarded, until its keys matter.
+
+    An ``OrderedDict`` may have attributes: those of an existing one lie on ``real_owner``, and ``changes`` holds those
+    that were stored in the frame.
+    """
+
+    real_owner: Any = None
 
     def __init__(
         self,
@@ -31,6 +37,7 @@ class DictValue(ContainerValue):
         self.default_factory = default_factory
         self.keys_guarded = source is None
         self.original_keys = tuple(entries)
+        self.changes: dict[str, Value] = {}
 
     def guard_keys(self, state: CaptureState) -> None:
         if not self.keys_guarded and self.source is not None:
@@ -203,7 +210,18 @@ class DictValue(ContainerValue):
     def get_attribute(self, state: CaptureState, name: str) -> Value:
         if name == "default_factory" and self.cls is collections.defaultdict:
             return self.default_factory or ConstantValue(None)
+        if self._is_stored(name):
+            return stored_attribute(state, self, self.real_owner, name)
         return super().get_attribute(state, name)
+
+    def set_attribute(self, state: CaptureState, name: str, value: Value) -> None:
+        if not self._is_stored(name) or self.trusted:
+            super().set_attribute(state, name, value)
+        self.changes[name] = value
+        state.effects.attribute_changed(self, name)
+
+    def _is_stored(self, name: str) -> bool:
+        return self.cls is collections.OrderedDict and not hasattr(self.cls, name)
 
     def popitem(self, state: CaptureState, last: Value | None = None) -> Value:
         self.guard_keys(state)

@@ -11,9 +11,9 @@ import torch
 from torch import fx
 from torch.nn.parameter import is_lazy
 
-from gradsplit.compile_core.capture.values.base import CaptureState, PlainCall, Value
+from gradsplit.compile_core.capture.values.base import CaptureState, PlainCall, Value, stored_attribute
 from gradsplit.compile_core.capture.values.constants import BuiltinMethod, ConstantValue, fold
-from gradsplit.compile_core.ir.sources import AttributeSource, ItemSource, Source
+from gradsplit.compile_core.ir.sources import Source
 
 # Methods that answer from metadata alone, which the guards pin down.
 _METADATA_METHODS = frozenset(
@@ -101,15 +101,7 @@ class TensorValue(Value):
             return read(state, self)
         # What classes have of their own class, instances have not.
         if not any(name in vars(base) for base in torch.Tensor.__mro__):
-            if name in self.changes:
-                return self.changes[name]
-            own = {} if self.real is None else self.real.__dict__
-            place = None if self.source is None else AttributeSource(self.source, "__dict__")
-            if name in own and place is not None:
-                return state.wrap(own[name], ItemSource(place, name))
-            if place is not None:
-                state.guards.absent(place, name)
-            raise state.raise_exception(AttributeError, f"'Tensor' object has no attribute {name!r}")
+            return stored_attribute(state, self, self.real, name)
         static = getattr(torch.Tensor, name)
         if callable(static) and not isinstance(static, type):
             return BuiltinMethod(self, name)
