@@ -210,7 +210,17 @@ def test_results_keep_their_order() -> None:
             return parts.device.forward(*inputs)
 
     module = graph_of(lambda x, p: (p + 1, x + 1, p * 2, x * 2), X, POSITIONS)
-    parts = parts_of(lambda x, p: (p + 1, x + 1, p * 2, x * 2), X, POSITIONS)
+    (output,) = module.graph.find_nodes(op="output")
+    placeholders = module.graph.find_nodes(op="placeholder")
+    output.args = ((*placeholders, *output.args[0], *reversed(placeholders)),)
+    module.recompile()
+    with FakeTensorMode():
+        examples = [torch.empty(4, device=CPU if "p" in node.name else GPU) for node in placeholders]
+    for node in module.graph.nodes:
+        node.meta.pop("example_value", None)
+    note_fake_values(module, examples)
+    parts = host_part(module, examples)
     assert parts is not None
-    for found, expected in zip(AfterHostPart(parts, Runs())(X, POSITIONS), module(X, POSITIONS), strict=True):
+    given = [POSITIONS if "p" in node.name else X for node in placeholders]
+    for found, expected in zip(AfterHostPart(parts, Runs())(*given), module(*given), strict=True):
         assert torch.equal(found, expected)

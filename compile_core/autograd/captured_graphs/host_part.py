@@ -165,10 +165,11 @@ class _Cut:
         results: Sequence[Node] = output.args[0]  # type: ignore[assignment]
         # Numbers are moved; what is a tensor on the GPU by now is taken as it is.
         handed = [node for node in self.own if node not in self.scalars and self._is_read(node)]
-        returned = [node for node in dict.fromkeys(results) if node in self.own or node in self.scalars]
-        kept = [node for node in results if node not in returned]
         taken = [node for node in placeholders if self._is_taken(node)]
-        for node in (*self.own, *self.scalars):
+        here = {*self.own, *self.scalars, *placeholders}.difference(taken)
+        returned = [node for node in dict.fromkeys(results) if node in here]
+        kept = [node for node in results if node not in here]
+        for node in (*self.own, *self.scalars, *returned):
             self._copy_to_host(node)
         moves = [self._host.call_function(moved, (self._copies[node], self.device)) for node in self.scalars]
         passed = [*(self._copies[node] for node in handed), *moves]
@@ -181,7 +182,7 @@ class _Cut:
             tuple(map(placeholders.index, taken)),
             len(passed),
             tuple(
-                (True, len(passed) + returned.index(node)) if node in returned else (False, next(places))
+                (True, len(passed) + returned.index(node)) if node in here else (False, next(places))
                 for node in results
             ),
         )
