@@ -222,7 +222,7 @@ def _reason_against_node(node: torch.fx.Node) -> str:
 def _devices(module: torch.fx.GraphModule) -> Iterator[torch.device]:
     for node in module.graph.nodes:
         for value in pytree.tree_leaves(node.meta.get("val")):
-            if isinstance(value, torch.Tensor) and not (value.numel() == 1 and _is_constant(node)):
+            if isinstance(value, torch.Tensor) and not (_is_constant(node) and value.numel() == 1):
                 yield value.device
 
 

@@ -151,11 +151,12 @@ def _constant_number(module: GraphModule, node: Node) -> Node | None:
     written into them."""
     value, constants = node.meta.get("val"), node.all_input_nodes
     if not (
-        isinstance(value, torch.Tensor)
-        and value.device.type == "cpu"
-        and value.numel() == 1
-        and constants
+        constants
         and all(source.op == "get_attr" for source in constants)
+        and isinstance(value, torch.Tensor)
+        and value.device.type == "cpu"
+        and not value._has_symbolic_sizes_strides  # as of what depends on data
+        and value.numel() == 1
         and isinstance(node.target, torch._ops.OpOverload)
     ):
         return None
