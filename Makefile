@@ -87,7 +87,7 @@ minimized-faults: $(VENV)/installed
 doctor-programs: $(VENV)/installed
 	$(VENV_PYTHON) -m tests.observe.doctor_programs
 
-# The random programs and expressions of which the tests run some, and more: half an hour.
+# The random programs and expressions of which the tests run some, and more: ten minutes of a processor.
 random-programs: $(VENV)/installed
 	$(VENV_PYTHON) -m tests.programs.random_programs --count 1000 --processes $(TEST_WORKERS)
 	$(VENV_PYTHON) -m tests.lowering.random_expressions --count 2000 --processes $(TEST_WORKERS)
