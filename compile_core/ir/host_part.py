@@ -18,6 +18,7 @@ class HostPart:
         device_inputs: which of them ``device`` takes first.
         handed: after them ``device`` takes this many of the first results of ``host``.
         results: for each result of the whole graph whether ``host`` returns it, and its position there.
+        may_draw: whether ``host`` does more than move numbers, so that it may draw random ones.
     """
 
     host: GraphModule
@@ -26,3 +27,4 @@ class HostPart:
     device_inputs: tuple[int, ...]
     handed: int
     results: tuple[tuple[bool, int], ...]
+    may_draw: bool

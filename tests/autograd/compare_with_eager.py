@@ -131,6 +131,20 @@ def backward(results: Sequence[torch.Tensor]) -> None:
         torch.autograd.backward(roots, tangents)
 
 
+def check_drawing_call(compiled: Program, program: Program, seed: int, *inputs: torch.Tensor) -> None:
+    """Results, the state of the CPU's generator, and the gradient of the first input, of the first result or of the
+    only one, are those of a plain call."""
+    torch.manual_seed(seed)
+    found = compiled(*inputs)
+    after = torch.get_rng_state()
+    torch.manual_seed(seed)
+    expected = program(*inputs)
+    assert torch.equal(after, torch.get_rng_state())
+    torch.testing.assert_close(found, expected)
+    first, second = (value[0] if isinstance(value, tuple) else value for value in (found, expected))
+    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), inputs[0]) for y in (first, second)))
+
+
 def check_call(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> None:
     """The result of the compiled function, its strides and the gradients are those of a plain call."""
     plain, ours = copies(inputs), copies(inputs)

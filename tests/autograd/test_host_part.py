@@ -20,6 +20,7 @@ from gradsplit.compile_core.autograd.captured_graphs.fake_values import note_fak
 from gradsplit.compile_core.autograd.captured_graphs.host_part import host_part, moved
 from gradsplit.compile_core.ir.host_part import HostPart
 from gradsplit.compile_core.runtime.cuda_graphs import graph_programs
+from tests.autograd.compare_with_eager import check_drawing_call
 from tests.runtime.recorder_on_cpu import RecorderOnCpu
 
 GPU = torch.device("cuda", 0)
@@ -190,15 +191,7 @@ def test_each_call_computes_it(program: Callable[..., Any], monkeypatch: pytest.
     for step in range(6):
         scale = scale + step if step % 2 else scale.add_(1)
         positions = positions + 1
-        torch.manual_seed(step)
-        found = compiled(x, scale, positions)
-        after = torch.get_rng_state()
-        torch.manual_seed(step)
-        expected = program(x, scale, positions)
-        assert torch.equal(after, torch.get_rng_state())
-        torch.testing.assert_close(found, expected)
-        first, second = (value[0] if isinstance(value, tuple) else value for value in (found, expected))
-        torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x) for y in (first, second)))
+        check_drawing_call(compiled, program, step, x, scale, positions)
     assert cut and recorder.replayed >= 4
 
 

@@ -10,17 +10,8 @@ import transformers as hf
 from torch import nn
 
 import gradsplit
-from tests.capture.same_as_plain import check_same
+from tests.capture.same_as_plain import Graphs, check_same
 from tests.capture.transformers_models import VOCABULARY, text_pair
-
-
-class Graphs:
-    def __init__(self):
-        self.count = 0
-
-    def __call__(self, gm, inputs, **options):
-        self.count += 1
-        return gm.forward
 
 
 class Layers(nn.Module):

@@ -9,16 +9,7 @@ import torch
 from torch import nn, optim
 
 import gradsplit
-from tests.capture.same_as_plain import check_same
-
-
-class Graphs:
-    def __init__(self):
-        self.count = 0
-
-    def __call__(self, gm, inputs, **options):
-        self.count += 1
-        return gm.forward
+from tests.capture.same_as_plain import Graphs, check_same
 
 
 class Counting(nn.Module):

@@ -12,6 +12,7 @@ from torch import nn
 
 import gradsplit
 from gradsplit.compile_core.runtime.cuda_graphs import CudaRecorder
+from tests.autograd.compare_with_eager import check_drawing_call
 
 pytestmark = pytest.mark.gpu
 
@@ -143,14 +144,7 @@ def test_what_the_cpu_does_runs_before_a_replay(recorded: list[str]) -> None:
     x = torch.ones(4, device="cuda", requires_grad=True)
     for step in range(6):
         scale, positions = torch.tensor(3.0 + step), torch.arange(4) + step
-        torch.manual_seed(step)
-        found = compiled(x, scale, positions)
-        after = torch.get_rng_state()
-        torch.manual_seed(step)
-        expected = program(x, scale, positions)
-        assert torch.equal(after, torch.get_rng_state())
-        torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(*(torch.autograd.grad(y[0].sum(), x) for y in (found, expected)))
+        check_drawing_call(compiled, program, step, x, scale, positions)
     assert recorded
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -29,7 +30,7 @@ class AfterHostPart:
 
     def __call__(self, *inputs: Any) -> Sequence[Tensor]:
         parts = self._parts
-        with draws_returned_on_error():
+        with draws_returned_on_error() if parts.may_draw else nullcontext():
             computed = self._host(*(inputs[position] for position in parts.host_inputs))
             given = [inputs[position] for position in parts.device_inputs]
             results = self.run(*given, *computed[: parts.handed])

@@ -185,6 +185,7 @@ class _Cut:
                 (True, len(passed) + returned.index(node)) if node in here else (False, next(places))
                 for node in results
             ),
+            bool(self.own),
         )
 
     def _is_read(self, node: Node) -> bool:
