@@ -127,6 +127,34 @@ def layer_norm(rows: int = 7, columns: int = 65, dtype: torch.dtype = F32) -> Ca
     return b.nest("layer_norm"), b.buffers
 
 
+def layer_norm_across(parts: int = 2, rows: int = 37, columns: int = 65) -> Case:
+    """One whose rows lie contiguous, and are written across."""
+    b = NestBuilder((parts, rows, columns), 1)
+    b.buffer("x", (parts, rows, columns), torch.bfloat16)
+    b.buffer("residual", (parts, rows, columns), torch.bfloat16)
+    b.buffer("y", (parts, columns, rows), torch.bfloat16)
+    x = b.apply("add", b.load("x", (0, 1, 2)), b.load("residual", (0, 1, 2)))
+    count = b.constant(1.0 / columns)
+    centred = b.apply("sub", x, b.apply("mul", b.reduce("sum", x), count))
+    variance = b.apply("mul", b.reduce("sum", b.apply("mul", centred, centred)), count)
+    rstd = b.apply("rsqrt", b.apply("add", variance, b.constant(1e-5)))
+    b.store("y", (0, 2, 1), b.apply("mul", centred, rstd))
+    return b.nest("layer_norm_across"), b.buffers
+
+
+def gated_sums_across(parts: int = 5, rows: int = 37, columns: int = 65) -> Case:
+    """Sums of rows of a product, one factor of which lies across."""
+    b = NestBuilder((rows, parts, columns), 2)
+    b.buffer("x", (parts, rows, columns))
+    b.buffer("gate", (parts, columns, rows))
+    b.buffer("y", (parts, rows, columns), torch.bfloat16)
+    b.buffer("sums", (rows,))
+    product = b.apply("mul", b.load("x", (1, 0, 2)), b.load("gate", (1, 2, 0)))
+    b.store("y", (1, 0, 2), product)
+    b.store("sums", (0,), b.reduce("sum", product))
+    return b.nest("gated_sums_across"), b.buffers
+
+
 def layer_norm_backward(rows: int = 7, columns: int = 65) -> Case:
     b = NestBuilder((rows, columns), 1)
     for name in ("x", "dy", "dx"):
@@ -547,6 +575,9 @@ HAND_WRITTEN = {
     "layer_norm_bf16": layer_norm(dtype=torch.bfloat16),
     "layer_norm_long": layer_norm(2, 9000),
     "layer_norm_of_odd_rows": layer_norm(2, 70001),
+    "layer_norm_across": layer_norm_across(),
+    "layer_norm_across_long": layer_norm_across(1, 9, 3000),
+    "gated_sums_across": gated_sums_across(),
     "layer_norm_backward": layer_norm_backward(),
     "column_sums": column_sums(),
     "column_sums_many_rows": column_sums(5000, 70),

@@ -27,7 +27,9 @@ from tests.lowering.codegen_nests import (
     channel_variances,
     column_sums,
     columns_of_parts,
+    gated_sums_across,
     layer_norm,
+    layer_norm_across,
     layer_norm_backward,
     norm_weight_gradients,
     residual_add,
@@ -167,6 +169,11 @@ def test_tiles_follow_the_shape() -> None:
     assert both.x_block == 32 and both.r_block >= 32
     assert tiling(scaled_columns(16_384, 64)).x_block == 2048
     assert tiling(residual_add((4096, 512))).x_block == 1024
+    across = tiling(layer_norm_across(32, 196, 768))
+    assert (across.persistent, across.x_block, across.y_axes) == (True, 16, (0,))
+    across = tiling(gated_sums_across(32, 196, 768))
+    assert (across.persistent, across.x_block, across.r_block) == (False, 16, 128)
+    assert tiling(layer_norm_across(32, 4, 768)).x_block == 1  # four rows side by side fill no sector
     few = tiling(channel_variances(128, 1024))
     assert (few.persistent, few.x_block) == (True, 8)
     assert tiling(transpose(512, 512)).y_axes

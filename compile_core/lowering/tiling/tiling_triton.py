@@ -26,6 +26,9 @@ _COLUMN_SIDE = 32
 # A sector of float32: narrower ones read in vain.
 _NARROWEST_COLUMNS = 8
 _TRANSPOSED_SIDE = 32
+# Of tiles with both sides in use: 16 bits side by side along a row's axis fill a sector, or half of one where rows
+# are long.
+_BOTH_SIDES, _LEAST_OF_BOTH_SIDES = 16, 8
 # Of column sums that load ahead: a block is a line of memory wide in 16 bits, and what is ahead leaves room in a
 # processor's memory for many programs.
 _AHEAD_COLUMNS, _AHEAD_ROWS = 64, 16
@@ -33,12 +36,16 @@ _BLOCKS_IN_FLIGHT = 3
 _BYTES_IN_FLIGHT = 1 << 14
 # Elements times live values that the registers of one program hold without spilling.
 _PERSISTENT_BUDGET = 32768
+# The same of a program that has a processor's registers nearly to itself.
+_LARGEST_BUDGET = 65536
 _WANTED_PROGRAMS = 256
 _ROW_BLOCK = 2048
 # Elements of a byte that one thread reads or writes at once.
 MOST_TOGETHER = 16
 # Of what is computed in 32 bits: an index may be as far beyond the last element as the last block overhangs.
 LARGEST_INT32 = 2**31 - 1 - (1 << 20)
+# Of what a nest touches, a part so much smaller than the rest does not decide how it is cut.
+_NEGLIGIBLE = 16
 LEAST_PRODUCT_SIDE = 16  # of a block that Triton multiplies
 
 
@@ -120,7 +127,9 @@ def _tile_reduction(nest: LoopNest) -> GpuTiling:
     parallel = parallel_axes(nest)
     rows, length = prod(nest.extents[:parallel]), prod(nest.extents[parallel:])
     whole = power_of_two(length)
-    by_column = _is_contiguous_along_parallel(nest)
+    by_column, goes_across = _contiguous_sides(nest)
+    if goes_across and whole * _BOTH_SIDES > _REDUCTION_TILE // 2:
+        return _tile_of_both_sides(nest)
     narrowest = min(_COLUMN_SIDE, power_of_two(rows)) if by_column else 1
     is_short = whole * _NARROWEST_COLUMNS * _live_values(nest) <= _PERSISTENT_BUDGET
     if by_column and is_short and -(-rows // narrowest) < _WANTED_PROGRAMS // 2:
@@ -182,16 +191,34 @@ def _walking_loads(nest: LoopNest) -> dict[Access, int]:
     return {s.access: s.dtype.itemsize for s in loads if any(s.access.strides[axis] for axis in reduced)}
 
 
-def _is_contiguous_along_parallel(nest: LoopNest) -> bool:
-    """Whether what a nest touches lies contiguous along its last parallel axis as much as along the last reduced one.
+def _tile_of_both_sides(nest: LoopNest) -> GpuTiling:
+    """Of a nest that goes along its rows, but stores or loads across them as well: of one row a program, each element
+    of what lies across would be a sector of its own."""
+    parallel = parallel_axes(nest)
+    whole = power_of_two(prod(nest.extents[parallel:]))
+    is_one_walk = sum(step.walks for step in analyse(nest, 0).passes) == 1
+    sides = () if is_one_walk else (_BOTH_SIDES, _LEAST_OF_BOTH_SIDES)
+    fitting = [side for side in sides if whole * side * _live_values(nest) <= _LARGEST_BUDGET]
+    x_block, r_block = fitting[0] if fitting else _BOTH_SIDES, whole
+    if not fitting:
+        r_block = min(whole, _REDUCTION_TILE // _BOTH_SIDES)
+    x_block = min(x_block, power_of_two(nest.extents[parallel - 1]))
+    warps = max(1, min(16, power_of_two(x_block * r_block) // 256))
+    rows = tuple(range(parallel - 1))
+    return GpuTiling((parallel - 1,), rows, x_block, 1, r_block, r_block == whole, warps)
+
+
+def _contiguous_sides(nest: LoopNest) -> tuple[bool, bool]:
+    """Whether what a nest touches lies contiguous along its last parallel axis as much as along the last reduced one;
+    else whether enough of it does that a tile needs both sides.
 
     Accesses weigh by the elements they touch: a row's statistics that a column sum reads move along the reduced axis
-    alone and are nothing beside the matrix. A nest that reads along one axis and writes along the other needs a tile
-    with both sides too.
+    alone and are nothing beside the matrix. A nest that reads along one axis and writes along the other as much goes by
+    column.
     """
     parallel = parallel_axes(nest)
     if not parallel:
-        return False
+        return False, False
     reduced = len(nest.extents) - 1
     along_parallel = along_reduced = 0
     for statement in nest.body:
@@ -200,7 +227,10 @@ def _is_contiguous_along_parallel(nest: LoopNest) -> bool:
             elements = prod(extent for extent, stride in zip(nest.extents, strides, strict=True) if stride)
             along_parallel += elements * (abs(strides[parallel - 1]) == 1)
             along_reduced += elements * (abs(strides[reduced]) == 1)
-    return along_parallel >= along_reduced and along_parallel > 0
+    if along_parallel >= along_reduced:
+        return along_parallel > 0, False
+    side = nest.extents[parallel - 1]
+    return False, along_parallel * _NEGLIGIBLE >= along_reduced and side >= _LEAST_OF_BOTH_SIDES
 
 
 def _transposed_side(nest: LoopNest) -> int | None:
