@@ -84,6 +84,31 @@ def test_only_views_that_the_layout_does_not_have_are_copied(shape):
             assert view(images, size) is NotImplemented
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("convolve", "dims"), [(F.conv1d, 1), (F.conv2d, 2), (F.conv3d, 3), (F.conv_transpose2d, 2)]
+)
+def test_a_bias_is_added_after_the_convolution(convolve, dims, dtype):
+    """So that what follows fuses with it: torch's kernels for GPUs add it in a kernel of its own."""
+    x, weight = torch.randn(2, 4, *[6] * dims).to(dtype), torch.randn(4, 4, *[3] * dims).to(dtype)
+    bias = torch.randn(4).to(dtype).requires_grad_()
+
+    def biased(x, weight, bias):
+        return torch.relu(convolve(x, weight, bias, stride=2))
+
+    arguments = [x, weight, bias]
+    joint = trace_joint(captured(biased), fakes(arguments), decomposition_table("cuda"))
+    calls = joint.module.graph.find_nodes(op="call_function", target=aten.convolution.default)
+    assert [call.args[2] for call in calls] == [None]
+    with torch.no_grad():
+        result, grad_bias = joint.module(*arguments, tangent := torch.randn_like(biased(*arguments)))
+    expected = biased(*arguments)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.06
+    assert_same(result, expected.detach(), atol=tolerance, rtol=tolerance)
+    expected.backward(tangent)
+    assert_same(grad_bias, bias.grad, atol=tolerance * 8, rtol=tolerance)
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("mask", list(product([False, True], repeat=3))[1:])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

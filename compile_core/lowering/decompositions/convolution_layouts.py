@@ -7,7 +7,8 @@ network, only the first input and the weights are transposed, and a weight's gra
 
 What the program views as if rows of pixels lay in memory is laid out so first.
 
-The gradient of a bias is a sum of its own, as in torch's kernels for GPUs, so that it fuses with what it is a sum of.
+A bias is added after the convolution and its gradient is a sum of its own, as in torch's kernels for GPUs, so that both
+fuse with what is beside them.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ aten = torch.ops.aten
 
 
 def convolution(input: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Any:
-    """Decomposition of ``aten.convolution`` for images ``[N, C, H, W]`` of 16-bit floats, which are brought into the
-    channels-last layout; declines others, and operands that are in that layout."""
+    """Decomposition of ``aten.convolution``: without its bias, and for images ``[N, C, H, W]`` of 16-bit floats with
+    operands in the channels-last layout; declines where neither changes anything."""
+    if bias is not None:
+        result = aten.convolution.default(input, weight, None, *settings)
+        return result + bias.reshape(-1, *[1] * (result.dim() - 2))
     return frozen_convolution(input, weight, bias, *settings) if _is_image(input) else NotImplemented
 
 
