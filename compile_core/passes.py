@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 from gradsplit.compile_core.autograd.captured_graphs.fold_batch_norms import fold_batch_norms
 from gradsplit.compile_core.autograd.captured_graphs.grouped_heads import group_heads
+from gradsplit.compile_core.autograd.captured_graphs.joined_linears import join_linears
 from gradsplit.compile_core.autograd.captured_graphs.known_masks import simplify_masks
 from gradsplit.compile_core.autograd.captured_graphs.mask_rows import put_masks_in_rows
 from gradsplit.compile_core.autograd.captured_graphs.open_probabilities import draw_uniform
@@ -98,6 +99,7 @@ class Pass(Generic[Graph, Choices]):
 # Before stage 2, on the graph of torch's functions.
 CAPTURED_PASSES: Sequence[Pass[GraphModule, GraphChoices]] = (
     Pass("open_probabilities", lambda module, choices: draw_uniform(module)),
+    Pass("joined_linears", lambda module, choices: join_linears(module)),
     Pass("known_masks", lambda module, choices: simplify_masks(module, not choices.makes_random_numbers)),
     Pass("grouped_heads", lambda module, choices: group_heads(module, not choices.makes_random_numbers)),
     Pass("mask_rows", lambda module, choices: put_masks_in_rows(module, not choices.makes_random_numbers)),

@@ -16,6 +16,7 @@ from torch import Tensor
 import gradsplit
 from gradsplit.compile_core import passes
 from gradsplit.compile_core.autograd.captured_graphs import grouped_heads as heads
+from gradsplit.compile_core.autograd.captured_graphs import joined_linears as linears
 from gradsplit.compile_core.autograd.captured_graphs import mask_rows as masks
 from gradsplit.compile_core.autograd.rewrites import pack_weights as packing
 from gradsplit.compile_core.autograd.trace_joint import trace_joint
@@ -60,6 +61,14 @@ def loops_of(program: Callable[..., Any], *inputs: Tensor) -> tuple[LoopProgram,
 def fused_for_gpu(program: Callable[..., Any], *inputs: Tensor) -> tuple[LoopProgram, RegionChoices]:
     loops, choices = loops_of(program, *inputs)
     return fuse(on(GPU, loops)), choices
+
+
+def joined_linears() -> Any:
+    def gated(x: Tensor, gate: Tensor, up: Tensor, bias: Tensor) -> Tensor:
+        return F.linear(x, gate).relu() * F.linear(x, up, bias)
+
+    weights = [torch.ones(8, 4, requires_grad=True), torch.ones(8, 4, requires_grad=True)]
+    return captured_in(gated, (torch.ones(3, 4), *weights, torch.ones(8))), GRAPHS
 
 
 def known_masks() -> Any:
@@ -173,6 +182,7 @@ def place_attention() -> tuple[LoopProgram, RegionChoices]:
 
 EXAMPLES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "open_probabilities": open_probabilities,
+    "joined_linears": joined_linears,
     "known_masks": known_masks,
     "grouped_heads": grouped_heads,
     "mask_rows": mask_rows,
@@ -212,6 +222,7 @@ def test_before_and_after(
 ) -> None:
     # What is faster on the machine that runs this is not the question.
     monkeypatch.setattr(passes, "gemm_speed", lambda folder: GemmSpeed(1, 1, 0, 0, 0))
+    monkeypatch.setattr(linears, "gain", lambda *given: True)
     monkeypatch.setattr(heads, "takes_groups", lambda *given: True)
     monkeypatch.setattr(masks, "takes_mask", lambda attention: attention.attn_mask.stride(-1) == 1)
     monkeypatch.setattr(packing, "has_bfloat16_kernels", lambda: True)

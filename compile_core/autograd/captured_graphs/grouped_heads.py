@@ -18,6 +18,7 @@ from gradsplit.compile_core.autograd.captured_graphs.attention_calls import (
     attention_arguments,
     change_attention,
 )
+from gradsplit.compile_core.autograd.captured_graphs.static_tensors import unchanged_tensor
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
 # Names of functions and methods that lay the elements of their argument out in row-major order.
@@ -74,7 +75,7 @@ def _before_repetition(node: Node) -> Node | None:
 
     Tensors that are changed in place at any time are left alone: what is repeated may be what they were before.
     """
-    if _is_changed(node):
+    if unchanged_tensor(node) is None:
         return None
     name = _name(node)
     if name == "repeat_interleave":
@@ -105,20 +106,8 @@ def _before_repetition(node: Node) -> Node | None:
 
 
 def _is_tensor(node: Node, dims: int) -> bool:
-    example = node.meta.get("example_value")
-    return (
-        isinstance(example, Tensor)
-        and example.layout is torch.strided
-        and example.dim() == dims
-        and not TensorSpec.of(example).is_open
-        and not _is_changed(node)
-    )
-
-
-def _is_changed(node: Node) -> bool:
-    """Also where nobody knows: tensors of inference mode count no versions."""
-    example = node.meta.get("example_value")
-    return not isinstance(example, Tensor) or example.is_inference() or example._version > 0
+    example = unchanged_tensor(node)
+    return example is not None and example.dim() == dims
 
 
 def _shape(node: Node) -> tuple[int, ...]:

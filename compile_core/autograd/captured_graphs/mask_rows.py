@@ -6,16 +6,16 @@ scores in memory, in float32. A copy of the mask costs less, and layers that sha
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from gradsplit.compile_core.autograd.captured_graphs.attention_calls import (
     attention_arguments,
     change_attention,
 )
+from gradsplit.compile_core.autograd.captured_graphs.static_tensors import static_tensor
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
 
@@ -38,8 +38,7 @@ def _changes(node: Node, keep_random_numbers: bool) -> dict[str, Any]:
     """The arguments of ``attention_laid_out`` that differ from those of the call; none where it stays."""
     arguments = attention_arguments(node)
     nodes = [*(arguments.get(name) for name in ("query", "key", "value", "attn_mask")), node]
-    examples = [given.meta.get("example_value") for given in nodes if isinstance(given, Node)]
-    tensors = [example for example in examples if _is_static(example)]
+    tensors = [example for each in nodes if (example := static_tensor(each)) is not None]
     dropout_p = arguments.get("dropout_p", 0.0)
     if len(tensors) < len(nodes) or (dropout_p and keep_random_numbers):
         return {}
@@ -67,9 +66,3 @@ def _changes(node: Node, keep_random_numbers: bool) -> dict[str, Any]:
     if takes or not takes_copy:
         return {}
     return {"mask_in_rows": True, "strides": arguments.get("strides", result.stride())}
-
-
-def _is_static(example: Any) -> TypeGuard[Tensor]:
-    return (
-        isinstance(example, Tensor) and example.layout is torch.strided and not TensorSpec.of(example).is_open
-    )
