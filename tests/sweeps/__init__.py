@@ -1,1 +1,1 @@
-"""Sweeps over the models of libraries: what is captured of each, beside torch.compile. Not part of the tests."""
+"""Sweeps over the models of libraries: what is captured and compiled of each, beside torch.compile. Run by hand."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +17,13 @@ class Case:
 
     Attributes:
         name: ``library/model``.
+        family: models of one name are much alike.
         make: makes the model, and the keyword arguments of its call. What it raises is the reason why the model is
             not in the sweep.
     """
 
     name: str
+    family: str
     make: Callable[[], tuple[nn.Module, dict[str, Any]]]
 
 
@@ -37,3 +40,25 @@ def cases_of(library: str) -> dict[str, Case]:
 
 def case_named(name: str) -> Case:
     return cases_of(name.partition("/")[0])[name]
+
+
+def in_order(libraries: Sequence[Sequence[Case]]) -> list[Case]:
+    """Of each family the first, then of each the second, and so on; among these the libraries are mixed evenly, so that
+    a sweep which is stopped has seen something of everything."""
+    rounds: dict[int, list[list[Case]]] = {}
+    for cases in libraries:
+        seen, of_library = Counter[str](), dict[int, list[Case]]()
+        for case in cases:
+            of_library.setdefault(seen[case.family], []).append(case)
+            seen[case.family] += 1
+        for number, of_round in of_library.items():
+            rounds.setdefault(number, []).append(of_round)
+    found = []
+    for _, lists in sorted(rounds.items()):
+        placed = [
+            (place / len(cases), index, case)
+            for index, cases in enumerate(lists)
+            for place, case in enumerate(cases)
+        ]
+        found += [case for *_, case in sorted(placed, key=lambda item: item[:2])]
+    return found

@@ -1,4 +1,13 @@
-"""One model of a sweep: plain, compiled here and compiled by torch, all from the same weights and random state."""
+"""One model of a sweep, compiled by one compiler, beside the plain program from the same weights and random state.
+
+What is compiled is the program as people train it: random numbers are drawn as each compiler does by default. Values
+are compared where the numbers are the plain program's. Of a model that draws, ours is compiled once more for that, with
+``fallback_random``, and torch's values are not compared.
+
+How far a value may be from the plain program's (``Bounds``) is what rounding does to it: the plain program's own
+distance from the same in float64, with the same numbers drawn, and how far it moves when each weight is rounded up or
+down by the unit of the arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +15,19 @@ import contextlib
 import copy
 import logging
 import math
-import time
+import random
+import statistics
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import gradsplit
 from gradsplit.compile_core.backends.registry import DEFAULT_BACKEND, resolve_backend
@@ -23,7 +36,15 @@ from gradsplit.compile_core.ir.captured import CapturedFrame, CapturedGraph
 from gradsplit.compile_core.observe.observer import Observer
 from gradsplit.compile_core.options import CompileOptions
 from gradsplit.compile_core.pipeline import compile_graph
+from tests.bench.compile_time import processor_seconds
+from tests.bench.rows import synchronise
 from tests.sweeps.cases import Case
+
+OURS, TORCHS = "ours", "torchs"
+_CALLS = 3
+# Distances of what was rounded may add up: a result may be so many of them away.
+_OF_SPREAD = 2.0
+_PARAMETERS = 200_000_000
 
 
 @dataclass(frozen=True)
@@ -38,97 +59,206 @@ class Setting:
     autocast: bool
     device: str
     backend: str | None
-    with_torch: bool
 
-
-@dataclass
-class Side:
-    """What one compiler made of a model.
-
-    Attributes:
-        graphs: those that were compiled in two calls.
-        breaks: the reasons, with how often each occurred.
-        seconds: of processor time for the first call, less a second one.
-        error: what it raised; empty for nothing.
-        difference: the largest of an output or gradient from the plain program's, over the spread of these.
-    """
-
-    graphs: int = 0
-    breaks: dict[str, int] = field(default_factory=dict)
-    seconds: float = 0.0
-    error: str = ""
-    difference: float = 0.0
+    @property
+    def unit(self) -> float:
+        """Of the arithmetic's rounding, relative: that of bf16, TF32 (convolutions on a GPU) or float32."""
+        return 2.0**-9 if self.autocast else 2.0**-12 if self.device == "cuda" else 2.0**-22
 
 
 @dataclass
 class Result:
-    """What a model gave; ``skipped`` is the reason why it could not be made or run."""
+    """What one compiler made of a model.
+
+    Attributes:
+        skipped: why the model could not be made or run at all; empty else.
+        error: what the compiler, or the compiled model, raised; empty for nothing.
+        graphs: those that were compiled in all calls.
+        breaks: the reasons, with how often each occurred; those of graphs that run with torch's own kernels, or calls
+            that were made again, begin with ``log:``.
+        seconds: of processor time for the first call, less a later one.
+        draws: whether the plain program draws random numbers.
+        has_float64: whether bounds come from float64, too.
+        width: the median bound of a result or gradient, over its largest value: from about 1 on nothing is shown.
+        excess: the greatest distance of a result, gradient or buffer from the plain program's, over its bound; None
+            where it was not compared.
+        worst: what that is, and by how much of its largest value it differs.
+        stage: what was being done.
+    """
 
     name: str
+    compiler: str
     skipped: str = ""
-    ours: Side = field(default_factory=Side)
-    torchs: Side | None = None
+    error: str = ""
+    graphs: int = 0
+    breaks: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    draws: bool = False
+    has_float64: bool = False
+    width: float = 0.0
+    excess: float | None = None
+    worst: str = ""
+    stage: str = "made"
 
 
-def measure(case: Case, setting: Setting) -> Result:
-    """Run a case. Whatever it raises is part of the result."""
-    torch.manual_seed(0)
+Values = dict[str, Tensor]
+Compile = Callable[[nn.Module, Setting, Result, bool], Any]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The plain program's results, and how far another's may be from each."""
+
+    expected: Values
+    allowed: Mapping[str, float]
+    has_float64: bool
+
+    @property
+    def width(self) -> float:
+        return statistics.median(
+            self.allowed[name] / max(_largest(value), 1e-30)
+            for name, value in self.expected.items()
+            if not name.startswith("buffer")
+        )
+
+    def excess(self, found: Values) -> tuple[float, str]:
+        """The greatest distance over its bound, with its name and how large it is."""
+        if {name: value.shape for name, value in found.items()} != {
+            name: value.shape for name, value in self.expected.items()
+        }:
+            return math.inf, "other results, gradients or shapes"
+        excesses = [(0.0, "")]
+        for name, expected in self.expected.items():
+            distance, largest = _distance(expected, found[name]), _largest(expected)
+            excess = distance / self.allowed[name] if distance else 0.0
+            excesses.append((excess, f"{name}: {distance / max(largest, 1e-30):.2g} of {largest:.2g}"))
+        return max(excesses)
+
+
+def measure(case: Case, compiler: str, setting: Setting, tell: Callable[[Result], None]) -> None:
+    """Run a case, and tell what is known of it, again and again. Whatever it raises is part of the result."""
+    result = Result(case.name, compiler)
+    tell(result)
     try:
+        model, inputs = _made(case, setting)
+        expected, result.draws = _run_plain(model, inputs, setting)
+    except Exception as error:
+        result.skipped = _in_words(error)
+        tell(result)
+        return
+    compile = {OURS: _compiled_here, TORCHS: _compiled_by_torch}[compiler]
+    # A backend of fx graphs draws what the program does.
+    draws_others = result.draws and setting.backend is None
+    try:
+        with _reported(result):
+            result.stage = "compiled"
+            tell(result)
+            found = _measure_calls(compile, model, inputs, setting, result)
+        result.stage = "compared"
+        tell(result)
+        if draws_others and compiler == TORCHS:
+            return
+        bounds = _bounds(model, inputs, setting, expected)
+        result.has_float64, result.width = bounds.has_float64, bounds.width
+        if draws_others:
+            module = copy.deepcopy(model)
+            call = compile(module, setting, Result(case.name, compiler), True)
+            found = [_run(call, inputs, setting, module) for _ in range(2)]
+        result.excess, result.worst = max(bounds.excess(values) for values in found)
+    except Exception as error:
+        result.error = _in_words(error)
+    tell(result)
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _made(case: Case, setting: Setting) -> tuple[nn.Module, dict[str, Any]]:
+    """On the device, made there where that works: a large model's weights take long to draw on a processor."""
+    try:
+        _seed()
+        with torch.device(setting.device):
+            model, inputs = case.make()
+    except Exception:
+        _seed()
         model, inputs = case.make()
-        model, inputs = model.to(setting.device), _moved(inputs, setting.device)
-        model.train(setting.training)
-        plain = _run(copy.deepcopy(model), inputs, setting)
-    except Exception as error:
-        return Result(case.name, skipped=f"{type(error).__name__}: {str(error)[:200]}")
-    result = Result(case.name, ours=_measured(_compiled_here, model, inputs, setting, plain))
-    if setting.with_torch:
-        result.torchs = _measured(_compiled_by_torch, model, inputs, setting, plain)
-    return result
+    if sum(parameter.numel() for parameter in model.parameters()) > _PARAMETERS:
+        raise ValueError(f"has more than {_PARAMETERS} parameters, and is made as smaller ones are")
+    inputs = tree_map_only(Tensor, lambda value: value.to(setting.device), inputs)
+    return model.to(setting.device).train(setting.training), inputs
 
 
-Compile = Callable[[nn.Module, Setting, Side], Any]
+def _seed() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
 
 
-def _measured(compile: Compile, model: nn.Module, inputs: Any, setting: Setting, plain: list[Tensor]) -> Side:
-    side = Side()
-    model = copy.deepcopy(model)
-    try:
-        with _reported(compile, side):
-            compiled = compile(model, setting, side)
-            seconds = []
-            for _ in range(2):
-                start = time.process_time()
-                found = _run(compiled, inputs, setting, model)
-                seconds.append(time.process_time() - start)
-                side.difference = max(side.difference, _difference(plain, found))
-            side.seconds = seconds[0] - seconds[1]
-    except Exception as error:
-        side.error = f"{type(error).__name__}: {str(error)[:300]}"
-    return side
+def _run_plain(model: nn.Module, inputs: Any, setting: Setting) -> tuple[Values, bool]:
+    """The plain program's results, and whether it draws random numbers."""
+    device = torch.device(setting.device)
+
+    def states() -> list[Tensor]:
+        return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if device.type == "cuda" else [])]
+
+    _seed()
+    before = states()
+    module = copy.deepcopy(model)
+    found = _run(module, inputs, setting, module)
+    draws = not all(map(torch.equal, before, states()))
+    return found, draws
 
 
-def _run(
-    run: Callable[..., Any], inputs: Any, setting: Setting, model: nn.Module | None = None
-) -> list[Tensor]:
-    """Outputs and gradients of a call."""
-    module = run if model is None else model
-    assert isinstance(module, nn.Module)
+def _measure_calls(
+    compile: Compile, model: nn.Module, inputs: Any, setting: Setting, result: Result
+) -> list[Values]:
+    module = copy.deepcopy(model)
+    call = compile(module, setting, result, False)
+    found, seconds = [], []
+    for _ in range(_CALLS):
+        start = processor_seconds()
+        found.append(_run(call, inputs, setting, module))
+        synchronise(torch.device(setting.device))
+        seconds.append(processor_seconds() - start)
+    result.seconds = seconds[0] - seconds[-1]
+    for name, count in torch._dynamo.utils.counters["graph_break"].items():
+        result.breaks[name[:240]] = count
+    return found
+
+
+def _run(run: Callable[..., Any], inputs: Any, setting: Setting, module: nn.Module) -> Values:
+    """Results, gradients and buffers of a call, which leaves the module as it was."""
     state = {name: value.clone() for name, value in module.state_dict().items()}
     module.zero_grad()
-    torch.manual_seed(0)
+    given = copy.deepcopy(inputs)
+    _seed()
     casting = torch.autocast(setting.device, torch.bfloat16) if setting.autocast else contextlib.nullcontext()
-    recording = contextlib.nullcontext() if setting.training else torch.no_grad()
-    with casting, recording:
-        outputs = run(**copy.deepcopy(inputs))
-    found = [leaf for leaf in tree_leaves(_plain(outputs)) if isinstance(leaf, Tensor)]
+    with casting, contextlib.nullcontext() if setting.training else torch.no_grad():
+        outputs = run(**given)
+    leaves = [leaf for leaf in tree_leaves(_plain(outputs)) if isinstance(leaf, Tensor)]
+    found = {f"result {index}": leaf for index, leaf in enumerate(leaves)}
     if setting.training:
-        loss = sum(leaf.float().pow(2).mean() for leaf in found if leaf.requires_grad and leaf.numel())
+        loss = sum(_weighted(leaf) for leaf in leaves if leaf.requires_grad and leaf.numel())
         if isinstance(loss, Tensor):
             loss.backward()
-        found += [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-    results = [leaf.detach().clone() for leaf in found]
+        found |= {
+            f"gradient of {name}": parameter.grad
+            for name, parameter in module.named_parameters()
+            if parameter.grad is not None
+        }
+    found |= {f"buffer {name}": buffer for name, buffer in module.named_buffers()}
+    results = {name: value.detach().clone() for name, value in found.items()}
     module.load_state_dict(state, strict=False)
     return results
+
+
+def _weighted(value: Tensor) -> Tensor:
+    """A sum of its elements, each with a weight: one of squares does not depend on what is before a norm."""
+    value = torch.view_as_real(value) if value.is_complex() else value
+    value = value.double() if value.dtype == torch.float64 else value.float()
+    weights = torch.arange(value.numel(), device=value.device, dtype=value.dtype).add(1).cos()
+    return (value.flatten() * weights).mean()
 
 
 def _plain(outputs: Any) -> Any:
@@ -138,24 +268,92 @@ def _plain(outputs: Any) -> Any:
     return outputs
 
 
-def _difference(expected: list[Tensor], found: list[Tensor]) -> float:
-    if [tensor.shape for tensor in expected] != [tensor.shape for tensor in found]:
+def _bounds(model: nn.Module, inputs: Any, setting: Setting, expected: Values) -> Bounds:
+    pairs = [(expected, _run(module, inputs, setting, module)) for module in _shaken(model, setting.unit)]
+    with_float64 = _beside_float64(model, inputs, setting)
+    if with_float64 is not None:
+        pairs.append(with_float64)
+    largest = max((_largest(value) for name, value in expected.items() if "gradient" in name), default=0.0)
+    allowed = {}
+    for name, value in expected.items():
+        spread = max(
+            _distance(one[name], other[name]) for one, other in pairs if name in one and name in other
+        )
+        # Zeros that one side computes as sums of rounding errors are as small as these are beside what they add up.
+        floor = setting.unit * (2 * _largest(value) + 2.0**-10 * largest * ("gradient" in name))
+        allowed[name] = _OF_SPREAD * spread + floor + 1e-30
+    return Bounds(expected, allowed, with_float64 is not None)
+
+
+def _shaken(model: nn.Module, unit: float) -> Iterator[nn.Module]:
+    """The model itself, and twice with every weight rounded at random."""
+    for size in (0.0, unit, unit):
+        shaken = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in shaken.parameters():
+                if parameter.is_floating_point() and size:
+                    parameter.mul_(
+                        1 + size * (2 * torch.rand_like(parameter, dtype=torch.float32) - 1).sign()
+                    )
+        yield shaken
+
+
+class _Draws(TorchDispatchMode):
+    """Notes the random numbers that a program draws, or gives those that another drew."""
+
+    def __init__(self, given: Sequence[Any] | None = None) -> None:
+        super().__init__()
+        self.drawn: list[Any] = []
+        self._given = None if given is None else iter(given)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return results
+        if self._given is None:
+            self.drawn.append(tree_map_only(Tensor, Tensor.clone, results))
+            return results
+        name, given = func.overloadpacket.__name__, next(self._given)
+        if name == "native_dropout":
+            return args[0] * given[1] / (1 - args[1]), given[1]
+        if not isinstance(results, Tensor) or results.shape != given.shape:
+            raise ValueError(f"{name} has no numbers of another run")
+        return results.copy_(given)
+
+
+def _beside_float64(model: nn.Module, inputs: Any, setting: Setting) -> tuple[Values, Values] | None:
+    """Results of a run and of the same in float64; None where the program has no such run. Attention is computed by
+    separate operators, whose draws can be seen."""
+    exact = Setting(setting.training, False, setting.device, None)
+    given = tree_map_only(
+        Tensor, lambda value: value.double() if value.is_floating_point() else value, inputs
+    )
+    module, exact_module = copy.deepcopy(model), copy.deepcopy(model).double()
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            with _Draws() as draws:
+                rounded = _run(module, inputs, setting, module)
+            with _Draws(draws.drawn):
+                return rounded, _run(exact_module, given, exact, exact_module)
+    except Exception:
+        return None
+
+
+def _distance(expected: Tensor, found: Tensor) -> float:
+    if expected.shape != found.shape or not torch.equal(expected.isnan(), found.isnan()):
         return math.inf
-    differences = [0.0]
-    for one, other in zip(expected, found, strict=True):
-        one, other = one.double().nan_to_num(), other.double().nan_to_num()
-        if one.numel():
-            spread = max(one.abs().max().item(), 1e-6)
-            differences.append(((one - other).abs().max() / spread).item())
-    return max(differences)
+    one, other = expected.detach(), found.detach()
+    kind = torch.complex128 if one.is_complex() else torch.float64
+    one, other = one.to(kind).nan_to_num(), other.to(kind).nan_to_num()
+    return (one - other).abs().max().item() if one.numel() else 0.0
 
 
-def _moved(inputs: Any, device: str) -> Any:
-    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+def _largest(value: Tensor) -> float:
+    return _distance(torch.zeros_like(value), value.nan_to_num())
 
 
 @contextlib.contextmanager
-def _reported(compile: Compile, side: Side) -> Iterator[None]:
+def _reported(result: Result) -> Iterator[None]:
     """Notes graphs that run with torch's own kernels, and calls that are made again, as breaks of ours."""
 
     class Notes(logging.Handler):
@@ -163,7 +361,9 @@ def _reported(compile: Compile, side: Side) -> Iterator[None]:
             text = record.getMessage()
             for known in ("torch's own kernels", "plain Python", "is a bug of it", "the graph raised"):
                 if known in text and "is not captured in full" not in text:
-                    side.breaks[f"log: {text[:200]}"] = side.breaks.get(f"log: {text[:200]}", 0) + 1
+                    shown = f"log: {' '.join(text.split())[:300]}"
+                    result.breaks[shown] = result.breaks.get(shown, 0) + 1
+                    break
 
     handler, logger = Notes(), logging.getLogger("gradsplit")
     logger.addHandler(handler)
@@ -176,37 +376,40 @@ def _reported(compile: Compile, side: Side) -> Iterator[None]:
 class _Seen(Observer):
     """Notes graphs and breaks."""
 
-    def __init__(self, side: Side) -> None:
-        self._side = side
+    def __init__(self, result: Result) -> None:
+        self._result = result
 
     def frame_captured(self, name: str, code: types.CodeType, frame: CapturedFrame) -> None:
-        self._side.graphs += frame.graph is not None
+        self._result.graphs += frame.graph is not None
         reason = frame.break_reason
         if reason is not None:
             line = "" if reason.location is None else f" | {reason.location.text[:80]}"
             shown = f"[{reason.reason_id}] {reason.explanation[:160]}{line}"
-            self._side.breaks[shown] = self._side.breaks.get(shown, 0) + 1
+            self._result.breaks[shown] = self._result.breaks.get(shown, 0) + 1
 
 
-def _compiled_here(model: nn.Module, setting: Setting, side: Side) -> Any:
+def _compiled_here(model: nn.Module, setting: Setting, result: Result, draws_as_plain: bool) -> Any:
     gradsplit.reset()
     backend = resolve_backend(setting.backend or DEFAULT_BACKEND)
+    options = CompileOptions(fallback_random=draws_as_plain)
 
     def compile_captured(captured: CapturedGraph, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return compile_graph(captured, inputs, backend=backend, options=CompileOptions())
+        return compile_graph(captured, inputs, backend=backend, options=options)
 
-    return CompiledFunction(model, compile_captured, observer=_Seen(side))
+    return CompiledFunction(model, compile_captured, observer=_Seen(result))
 
 
-def _compiled_by_torch(model: nn.Module, setting: Setting, side: Side) -> Any:
+def _compiled_by_torch(model: nn.Module, setting: Setting, result: Result, draws_as_plain: bool) -> Any:
+    import torch._inductor.config as inductor_config
+
+    inductor_config.force_disable_caches, inductor_config.compile_threads = True, 1
+    inductor_config.fallback_random = draws_as_plain
     torch._dynamo.reset()
-    counters = torch._dynamo.utils.counters
-    counters.clear()
+    torch._dynamo.utils.counters.clear()
     backend = torch._dynamo.lookup_backend(setting.backend or "inductor")
 
     def counting(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        side.graphs += 1
-        side.breaks.update({reason[:240]: count for reason, count in counters["graph_break"].items()})
+        result.graphs += 1
         return backend(module, inputs)
 
     return torch.compile(model, backend=counting)

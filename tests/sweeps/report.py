@@ -5,54 +5,187 @@ from __future__ import annotations
 import re
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-# More than rounding in another order gives, of outputs and gradients over their largest value.
-_TOLERATED = 0.02
+from tests.sweeps.measure import OURS, TORCHS
+
+_SHOWN = 40
+_CAUSES = 12
 
 
-def print_report(results: Sequence[dict[str, Any]]) -> None:
-    """Counts, the models that torch.compile has in fewer graphs, those that differ, and breaks by cause."""
-    run = [result for result in results if not result["skipped"]]
-    print(f"{len(run)} models, {len(results) - len(run)} left out")
-    for reason, count in _grouped(result["skipped"] for result in results if result["skipped"]).most_common(
-        12
-    ):
-        print(f"  left out {count:4} {reason}")
-    one = sum(result["ours"]["graphs"] == 1 and not result["ours"]["breaks"] for result in run)
-    print(f"in one graph: {one} of {len(run)}")
-    beside = [result for result in run if result["torchs"] is not None]
+@dataclass(frozen=True)
+class Pair:
+    """What both compilers made of a model."""
+
+    name: str
+    ours: dict[str, Any]
+    torchs: dict[str, Any] | None
+
+    @property
+    def both_run(self) -> bool:
+        return self.torchs is not None and not self.ours["error"] and not self.torchs_error
+
+    @property
+    def torchs_error(self) -> str:
+        return "" if self.torchs is None else self.torchs["error"] or self.torchs["skipped"]
+
+    @property
+    def compile_ratio(self) -> float:
+        assert self.torchs is not None
+        return self.ours["seconds"] / max(self.torchs["seconds"], 0.01)
+
+    @property
+    def has_more_graphs(self) -> bool:
+        torchs = self.torchs
+        return torchs is not None and not self.torchs_error and 0 < torchs["graphs"] < self.ours["graphs"]
+
+    @property
+    def fallbacks(self) -> list[str]:
+        return [reason for reason in self.ours["breaks"] if reason.startswith("log: ")]
+
+
+def paired(results: Sequence[dict[str, Any]]) -> list[Pair]:
+    """Models that ran on our side, in the order in which they ended."""
+    torchs = {result["name"]: result for result in results if result["compiler"] == TORCHS}
+    return [
+        Pair(result["name"], result, torchs.get(result["name"]))
+        for result in results
+        if result["compiler"] == OURS and not result["skipped"]
+    ]
+
+
+def report(results: Sequence[dict[str, Any]], left: int = 0) -> str:
+    """Counts, the models that torch.compile has in fewer graphs, those that differ, raised, fell back or took longer to
+    compile, and breaks by cause.
+
+    Args:
+        left: models that were not begun.
+    """
+    pairs = paired(results)
+    reasons = [result["skipped"] for result in results if result["skipped"] and result["compiler"] == OURS]
+    lines = [f"{len(pairs)} models ran, {len(reasons)} left out, {left} not begun"]
+    lines += [f"  left out {count:4} {reason}" for reason, count in _grouped(reasons).most_common(6)]
+    beside = [pair for pair in pairs if pair.both_run]
+    lines.append(f"in one graph: {_whole(pair.ours for pair in pairs)}")
+    lines.append(f"  of the {len(beside)} that both sides run: {_whole(pair.ours for pair in beside)}")
+    lines.append(f"  torch.compile: {_whole(pair.torchs or {} for pair in beside)}")
+    lines += _listed(
+        "more graphs than torch.compile",
+        [
+            f"{pair.name}: {pair.ours['graphs']} against {(pair.torchs or {})['graphs']}; "
+            f"{'; '.join(pair.ours['breaks'])[:200]}"
+            for pair in pairs
+            if pair.has_more_graphs
+        ],
+    )
+    compared = [pair for pair in pairs if pair.ours["excess"] is not None]
+    exact = sum(pair.ours["has_float64"] for pair in compared)
+    if compared:
+        widths = [pair.ours["width"] for pair in compared]
+        lines.append(
+            f"values compared: {len(compared)}, {exact} of them with float64; the median bound is "
+            f"{statistics.median(widths):.2g} of a value, above 0.25 in {sum(width > 0.25 for width in widths)} models"
+        )
+    lines += _listed(
+        "further from plain PyTorch than the bound",
+        [
+            f"{pair.name}: {pair.ours['excess']:.3g} bounds, {pair.ours['worst']} (torch.compile: {_excess(pair)})"
+            for pair in compared
+            if not pair.ours["excess"] <= 1
+        ],
+    )
+    raised = [pair for pair in pairs if pair.ours["error"]]
+    lines += _listed(
+        "raised",
+        [
+            f"{pair.name}: {pair.ours['error'][:160]} (torch.compile: {pair.torchs_error[:60] or 'runs'})"
+            for pair in raised
+        ],
+    )
+    lines += _listed(
+        "torch.compile raised, ours runs",
+        [
+            f"{pair.name}: {pair.torchs_error[:80]}"
+            for pair in pairs
+            if pair.torchs and pair.torchs_error and not pair.ours["error"]
+        ],
+        shown=8,
+    )
+    lines += _listed(
+        "with torch's own kernels, or calls made again",
+        [
+            f"{pair.name}: {pair.fallbacks[0][5:165]}{' (torch.compile raises)' if pair.torchs_error else ''}"
+            for pair in pairs
+            if pair.fallbacks
+        ],
+    )
     if beside:
-        whole = sum(result["torchs"]["graphs"] == 1 and not result["torchs"]["breaks"] for result in beside)
-        print(f"  torch.compile: {whole} of {len(beside)}")
-        for side in ("ours", "torchs"):
-            seconds = [result[side]["seconds"] for result in beside if not result[side]["error"]]
-            if seconds:
-                print(f"  processor seconds to compile, {side}: median {statistics.median(seconds):.2f}")
-        print("torch.compile has fewer graphs of:")
-        for result in beside:
-            ours, torchs = result["ours"], result["torchs"]
-            if not torchs["error"] and 0 < torchs["graphs"] < ours["graphs"]:
-                print(f"  {result['name']}: {ours['graphs']} against {torchs['graphs']}")
-    print("different from plain Python, or raised:")
-    for result in run:
-        ours, torchs = result["ours"], result["torchs"] or {}
-        if ours["error"] or not ours["difference"] <= _TOLERATED:
-            shown = ours["error"] or f"{ours['difference']:.3g}"
-            print(
-                f"  {result['name']}: {shown} (torch.compile: {torchs.get('error') or torchs.get('difference')})"
-            )
+        ratios = sorted(pair.compile_ratio for pair in beside)
+        lines.append(
+            f"processor seconds to compile, ours over torch.compile's: median {statistics.median(ratios):.3f}, "
+            f"greatest {ratios[-1]:.2f}, {sum(ratio <= 1 / 3 for ratio in ratios)} at most a third, "
+            f"{sum(ratio <= 1 for ratio in ratios)} at most 1 of {len(ratios)}"
+        )
+        slow = sorted(
+            (pair for pair in beside if pair.compile_ratio > 1), key=lambda pair: -pair.compile_ratio
+        )
+        lines += _listed("longer to compile than torch.compile", [_seconds(pair) for pair in slow])
+    return "\n".join([*lines, *_causes(pairs)])
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """A line a model."""
+    lines = ["model | graphs, torch's | breaks | seconds, torch's | bounds, torch's | error, torch's"]
+    for pair in sorted(paired(results), key=lambda pair: pair.name):
+        ours, torchs = pair.ours, pair.torchs or {}
+        cells = [
+            f"{ours['graphs']} {torchs.get('graphs', '-')}",
+            f"{sum(ours['breaks'].values())}{' own kernels' if pair.fallbacks else ''}",
+            f"{ours['seconds']:.1f} {torchs.get('seconds', 0):.1f}",
+            f"{_short(ours['excess'])} {_short(torchs.get('excess'))}{'' if ours['has_float64'] else ' no float64'}",
+            f"{ours['error'][:80]} {pair.torchs_error[:80]}".strip(),
+        ]
+        lines.append(" | ".join([pair.name, *cells]))
+    return "\n".join(lines)
+
+
+def _whole(sides: Iterable[dict[str, Any]]) -> str:
+    sides = [*sides]
+    count = sum(side["graphs"] == 1 and not side["breaks"] and not side["error"] for side in sides)
+    return f"{count} of {len(sides)} ({100 * count / max(len(sides), 1):.1f} %)"
+
+
+def _excess(pair: Pair) -> str:
+    return _short((pair.torchs or {}).get("excess"))
+
+
+def _short(excess: float | None) -> str:
+    return "-" if excess is None else f"{excess:.2g}"
+
+
+def _seconds(pair: Pair) -> str:
+    return f"{pair.name}: {pair.ours['seconds']:.1f} against {(pair.torchs or {})['seconds']:.1f}"
+
+
+def _listed(title: str, items: Sequence[str], shown: int = _SHOWN) -> list[str]:
+    more = [f"  … and {len(items) - shown} more"] if len(items) > shown else []
+    return [f"{title}: {len(items)}", *(f"  {item}" for item in items[:shown]), *more]
+
+
+def _causes(pairs: Sequence[Pair]) -> list[str]:
     causes: dict[str, list[str]] = {}
-    for result in run:
-        for reason in result["ours"]["breaks"]:
-            causes.setdefault(_cause(reason), []).append(result["name"].partition("/")[2])
-    print("breaks by cause:")
-    for cause, names in sorted(causes.items(), key=lambda item: -len(set(item[1]))):
-        print(f"  {len(set(names)):4} models  {cause}\n       {', '.join(sorted(set(names))[:6])}")
+    for pair in pairs:
+        for reason in pair.ours["breaks"]:
+            causes.setdefault(_cause(reason), []).append(pair.name.partition("/")[2])
+    lines = [f"breaks by cause: {len(causes)}"]
+    for cause, names in sorted(causes.items(), key=lambda item: -len(set(item[1])))[:_CAUSES]:
+        lines.append(f"  {len(set(names)):4} models  {cause[:200]} ({', '.join(sorted(set(names))[:3])})")
+    return lines
 
 
-def _grouped(reasons: Any) -> Counter[str]:
+def _grouped(reasons: Iterable[str]) -> Counter[str]:
     return Counter(re.sub(r"\d+", "N", reason)[:90] for reason in reasons)
 
 

@@ -21,7 +21,7 @@ def cases() -> list[Case]:
         names = timm.list_models(module=module)
         if names:
             name = min(names, key=lambda name: (not any(word in name for word in _SMALL), len(name), name))
-            found.append(Case(f"timm/{name}", lambda name=name: _make(name)))
+            found.append(Case(f"timm/{name}", module, lambda name=name: _make(name)))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -27,8 +28,9 @@ def cases() -> list[Case]:
     found = []
     for module, inputs in kinds:
         for name in models.list_models(module=module):
+            family = f"{module.__name__} {re.split('[_0-9]', name)[0]}"
             found.append(
-                Case(f"torchvision/{name}", lambda name=name, inputs=inputs: (_make(name), inputs()))
+                Case(f"torchvision/{name}", family, lambda name=name, inputs=inputs: (_make(name), inputs()))
             )
     return found
 

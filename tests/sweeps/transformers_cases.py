@@ -86,6 +86,7 @@ def cases() -> list[Case]:
             for name in (names,) if isinstance(names, str) else names:
                 made = Case(
                     f"transformers/{name}",
+                    model_type,
                     lambda name=name, model_type=model_type, inputs=inputs: _make(name, model_type, inputs),
                 )
                 found.setdefault(made.name, made)

@@ -1,50 +1,200 @@
-"""The processes of a sweep: each measures some models, one after another."""
+"""The processes of a sweep: one for each model and compiler, so that none finds what another left in memory.
+
+They are forked from a process that has imported the libraries, where the device can be used after a fork; else each
+imports them anew. Each sees one card. A process that takes longer than the limit is killed, wherever it is stuck.
+"""
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
+import shutil
 import signal
+import sys
+import tempfile
+import time
 import warnings
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from tests.sweeps.cases import case_named
-from tests.sweeps.measure import Result, Setting, measure
+from tests.sweeps.measure import OURS, TORCHS, Result, Setting, measure
 
-# What a library keeps of each model adds up.
-_MODELS_OF_A_PROCESS = 25
+# Read when a library is loaded; the second lets torch ask for GPUs without starting CUDA, after which none could fork.
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+_LOADED = (
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "transformers.modeling_utils",
+    "tests.sweeps.measure",
+    "tests.sweeps.transformers_cases",
+    "tests.sweeps.timm_cases",
+    "tests.sweeps.torchvision_cases",
+)
+# After the end of a sweep a process may take so long to finish.
+_GRACE_S = 30.0
 
-Task = tuple[str, Setting, int]
+Task = tuple[str, str]
+"""A model's name and a compiler."""
+Work = Callable[[Result, Setting, Callable[[Result], None]], None]
+"""Fills in a result, which it tells as often as it knows more."""
 
 
-def run_all(tasks: Sequence[Task], workers: int) -> Iterator[dict[str, Any]]:
-    """The results as dictionaries, as they come. A task has a model's name, a setting and the seconds it may take."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    context = multiprocessing.get_context("spawn")
-    for first in range(0, len(tasks), size := _MODELS_OF_A_PROCESS * workers):
-        # New processes for each share: the executor's own way to replace them hangs in Python 3.11.
-        with ProcessPoolExecutor(workers, context) as pool:
-            for future in as_completed(
-                [pool.submit(_measured, task) for task in tasks[first : first + size]]
-            ):
-                yield future.result()
+@dataclass(frozen=True)
+class Resources:
+    """What a sweep may use.
+
+    Attributes:
+        cards: the GPUs, as ``CUDA_VISIBLE_DEVICES`` names them; processes are spread over them. None: as they are.
+        limit_s: what one process may take.
+        end: of the monotonic clock; nothing starts after it, and what runs half a minute later is not recorded.
+    """
+
+    workers: int
+    cards: Sequence[str]
+    limit_s: float
+    end: float
 
 
-def _measured(task: Task) -> dict[str, Any]:
-    name, setting, limit = task
-    warnings.simplefilter("ignore")
-    signal.signal(signal.SIGALRM, _raise_timeout)
-    signal.alarm(limit)
+@dataclass
+class _Running:
+    process: Any
+    answers: Connection
+    card: str
+    folder: str
+    started: float
+    result: Result
+
+
+def run_all(
+    tasks: Sequence[Task], setting: Setting, resources: Resources, work: Work | None = None
+) -> Iterator[dict[str, Any]]:
+    """The results as dictionaries, as they come. Where ours of a model is among the tasks, the other compiler's waits
+    for it, and is left out where the model does not run."""
+    os.environ.update(_ENVIRONMENT)
+    context = _context(setting.device)
+    with_ours = {name for name, compiler in tasks if compiler == OURS}
+    waiting = deque(task for task in tasks if task[1] == OURS or task[0] not in with_ours)
+    later = set(tasks) - set(waiting)
+    running: list[_Running] = []
     try:
-        return asdict(measure(case_named(name), setting))
-    except TimeoutError as error:
-        return asdict(Result(name, skipped=str(error)))
+        while waiting or running:
+            now = time.monotonic()
+            while waiting and len(running) < resources.workers and now < resources.end:
+                card = least_used([one.card for one in running], resources.cards)
+                running.append(
+                    _started(context, work or measure_named, Result(*waiting.popleft()), setting, card)
+                )
+            if not running or now > resources.end + _GRACE_S:
+                return
+            wait([one.process.sentinel for one in running], 1.0)
+            for one in [one for one in running if _has_ended(one, resources.limit_s)]:
+                running.remove(one)
+                _stop(one)
+                if (beside := (one.result.name, TORCHS)) in later and not one.result.skipped:
+                    later.remove(beside)
+                    waiting.appendleft(beside)
+                yield asdict(one.result) | {"wall_s": round(time.monotonic() - one.started, 1)}
     finally:
-        signal.alarm(0)
+        for one in running:
+            _stop(one)
 
 
-def _raise_timeout(*_: Any) -> None:
-    raise TimeoutError("takes longer than the limit of the sweep")
+def least_used(used: Sequence[str], cards: Sequence[str]) -> str:
+    """The card with the fewest processes, the first of equals; "" without cards."""
+    return min(cards, key=used.count, default="")
+
+
+def _context(device: str) -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*_LOADED])
+    probe = context.Process(target=_probe, args=(device,))
+    probe.start()
+    probe.join()
+    if probe.exitcode == 0:
+        return context
+    print(f"{device} cannot be used after a fork: each process imports the libraries anew", file=sys.stderr)
+    return multiprocessing.get_context("spawn")
+
+
+def _probe(device: str) -> None:
+    import torch
+
+    torch.ones(2, device=device).sum().item()
+
+
+def _started(context: Any, work: Work, result: Result, setting: Setting, card: str) -> _Running:
+    folder = tempfile.mkdtemp(prefix="sweep")
+    mine, theirs = context.Pipe()
+    process = context.Process(target=_child, args=(work, result, setting, card, folder, theirs))
+    process.start()
+    theirs.close()
+    return _Running(process, mine, card, folder, time.monotonic(), result)
+
+
+def _has_ended(one: _Running, limit_s: float) -> bool:
+    """Takes what a process tells, and whether there will be no more."""
+    is_alive = one.process.is_alive()
+    with suppress(EOFError, OSError):
+        while one.answers.poll():
+            one.result = one.answers.recv()
+    if is_alive and time.monotonic() - one.started <= limit_s:
+        return False
+    if is_alive:
+        _fail(one.result, f"takes longer than {limit_s:.0f} s")
+    elif one.process.exitcode != 0:
+        log = Path(one.folder, "log")
+        said = log.read_text(errors="replace").strip().splitlines()[-1:] if log.exists() else []
+        _fail(one.result, f"its process ended with {one.process.exitcode}: {''.join(said)[:200]}")
+    return True
+
+
+def _fail(result: Result, why: str) -> None:
+    if result.stage == "made":
+        result.skipped = why
+    else:
+        result.error = f"{why} (while it was {result.stage})"
+
+
+def _stop(one: _Running) -> None:
+    pid = one.process.pid
+    for kill in (partial(os.killpg, pid, signal.SIGKILL), partial(os.kill, pid, signal.SIGKILL)):
+        with suppress(ProcessLookupError):  # it is so new that it has no group yet, or has ended
+            kill()
+            break
+    one.process.join()
+    one.answers.close()
+    shutil.rmtree(one.folder, ignore_errors=True)
+
+
+def _child(work: Work, result: Result, setting: Setting, card: str, folder: str, answers: Connection) -> None:
+    os.setsid()
+    log = os.open(Path(folder, "log"), os.O_CREAT | os.O_WRONLY)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    if card:
+        os.environ["CUDA_VISIBLE_DEVICES"] = card
+    os.environ["GRADSPLIT_CACHE"] = f"{folder}/gradsplit"
+    os.environ["TRITON_CACHE_DIR"] = f"{folder}/triton"
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"
+    warnings.simplefilter("ignore")
+    for name in _LOADED:  # neither side's compile time has it
+        with suppress(ImportError):
+            importlib.import_module(name)
+    work(result, setting, answers.send)
+
+
+def measure_named(result: Result, setting: Setting, tell: Callable[[Result], None]) -> None:
+    measure(case_named(result.name), result.compiler, setting, tell)
