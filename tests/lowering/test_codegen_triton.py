@@ -3,7 +3,10 @@ interpreter."""
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +15,14 @@ import pytest
 import torch
 
 from gradsplit.compile_core.errors import CompileError
-from gradsplit.compile_core.ir.kernels import KernelSource
+from gradsplit.compile_core.ir.kernels import KERNEL_SYMBOL, KernelSource
 from gradsplit.compile_core.ir.loops import Load, Store
 from gradsplit.compile_core.lowering.nests.order_axes import simplify
 from gradsplit.compile_core.lowering.tiling.tiling_triton import tile_for_gpu
 from gradsplit.compile_core.lowering.triton_kernels import build_triton, triton_compiler
-from gradsplit.compile_core.lowering.triton_kernels.build_triton import compile_triton_for
+from gradsplit.compile_core.lowering.triton_kernels.build_triton import compile_triton_for, write_module
 from gradsplit.compile_core.lowering.triton_kernels.codegen_triton import generate_triton
+from gradsplit.compile_core.lowering.triton_kernels.triton_compiler import import_function
 from tests.lowering.codegen_nests import (
     HAND_WRITTEN,
     Case,
@@ -147,7 +151,61 @@ def test_a_kernel_that_triton_refuses_names_its_source(folder: Path) -> None:
     )
     with pytest.raises(CompileError, match=r"the kernel broken: (.|\n)*The source is in (.*)\.py") as raised:
         compile_triton_for(broken, SM_90, folder)
-    assert "tl.lode" in Path(str(raised.value).rsplit("source is in ", 1)[1].rstrip(".")).read_text()
+    kept = Path(str(raised.value).rsplit("source is in ", 1)[1].rstrip("."))
+    assert "tl.lode" in kept.read_text()
+    assert import_function(kept, "gs_broken").arg_names, "it stands by itself"
+
+
+def test_of_a_kernel_nothing_but_itself_is_kept(folder: Path) -> None:
+    """Neither what Triton makes on the way to it nor the functions that all kernels call."""
+    source = generate_triton(*softmax(3, 7))
+    before = set(folder.glob("entries/*"))
+    compile_triton_for(source, SM_90, folder, is_aligned=False)
+    (entry,) = set(folder.glob("entries/*")) - before
+    assert {path.suffix for path in entry.iterdir()} == {".cubin", ".json", ".ptx", ".py"}
+    assert (entry / "kernel.py").read_text() == source.text.replace(KERNEL_SYMBOL, "gs_softmax_1") + "\n"
+
+
+@pytest.mark.multi_process
+def test_a_process_that_compiles_reads_triton_once(tmp_path: Path) -> None:
+    """Its own files, to name an entry of a cache, not at all, and what all kernels call with the first of them."""
+    pytest.importorskip("triton")
+    sources = [generate_triton(*case) for case in (softmax(3, 7), layer_norm(3, 7))]
+    requests = []
+    for number, source in enumerate(sources):
+        place = tmp_path / str(number)
+        place.mkdir()
+        name = write_module(source, place / "whole.py")
+        (place / "kernel.py").write_text(source.text.replace(KERNEL_SYMBOL, name))
+        request = {"module": f"{place}/kernel.py", "function": name, "pointers": source.pointers}
+        request |= {"is_aligned": True, "target": SM_90, "options": dict(source.meta), "folder": str(place)}
+        requests.append(json.dumps(request))
+    command = [sys.executable, "-c", _COUNTED, triton_compiler.__file__]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        for request in requests:
+            process.stdin.write(f"{request}\n")
+            process.stdin.flush()
+            assert json.loads(process.stdout.readline()) == {"error": None}
+        process.stdin.close()
+        opened = json.loads(process.stdout.readline())
+    # By this project and by Triton.
+    assert opened == {"codegen_triton_prelude.py.in": 2}
+
+
+# Runs the script of the compile processes, and prints which of some files it opened, and how often.
+_COUNTED = """
+import collections, json, os, runpy, sys
+opened = collections.Counter()
+answers = os.dup(1)
+def note(event, arguments):
+    if event == "open" and str(arguments[0]).endswith((".py.in", "libtriton.so")):
+        opened[os.path.basename(arguments[0])] += 1
+path = sys.argv[1]
+sys.addaudithook(note)
+runpy.run_path(path, run_name="__main__")
+os.write(answers, json.dumps(opened).encode())
+"""
 
 
 def test_tiles_follow_the_shape() -> None:

@@ -142,7 +142,8 @@ def compile_triton_for(
     disk = DiskCache(cache_folder)
 
     def fill(folder: Path) -> None:
-        function = write_module(source, folder / _MODULE)
+        function = _function_name(source)
+        (folder / _MODULE).write_text(_function(source))
         request = {
             "module": str(folder / _MODULE),
             "function": function,
@@ -169,9 +170,16 @@ def compile_triton_for(
 
 def write_module(source: KernelSource, path: Path) -> str:
     """Writes a module that Triton can read the kernel from, and returns the function's name, which profilers show."""
-    name = "gs_" + "".join(letter if letter.isalnum() else "_" for letter in source.name)
-    path.write_text(f"{_prelude()}\n\n{source.text.replace(KERNEL_SYMBOL, name)}\n")
-    return name
+    path.write_text(f"{_prelude()}\n\n{_function(source)}")
+    return _function_name(source)
+
+
+def _function_name(source: KernelSource) -> str:
+    return "gs_" + "".join(letter if letter.isalnum() else "_" for letter in source.name)
+
+
+def _function(source: KernelSource) -> str:
+    return f"{source.text.replace(KERNEL_SYMBOL, _function_name(source))}\n"
 
 
 def _require_triton() -> None:
@@ -193,7 +201,7 @@ def triton_version() -> str:
 
 @cache
 def _prelude() -> str:
-    return Path(__file__).with_name("codegen_triton_prelude.py.in").read_text()
+    return triton_compiler.PRELUDE.read_text()
 
 
 def _compile_if_launched(source: KernelSource, cache_folder: Path) -> Any:

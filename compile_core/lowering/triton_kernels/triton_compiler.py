@@ -6,13 +6,15 @@ request a line from its input and answers each with a line, both JSON; ``toolcha
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
 import os
 import select
-import shutil
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -32,6 +34,9 @@ def _import_triton() -> Any:
 triton = _import_triton()
 
 _IDLE_S = 60.0
+_KERNELS_A_COLLECTION = 64
+# What kernels call.
+PRELUDE = Path(__file__).with_name("codegen_triton_prelude.py.in")
 # What is kept of what Triton makes; the other stages of its compilation are of no use later.
 _KEPT = (".json", ".cubin", ".hsaco", ".ptx")
 
@@ -41,36 +46,68 @@ def gpu_target(kind: str, architecture: int, warp_size: int) -> Any:
     return triton.backends.compiler.GPUTarget(kind, architecture, warp_size)
 
 
-def import_function(path: Path, name: str) -> Any:
-    """A ``triton.jit`` function of a module that lies in a file; Triton reads its source from there."""
+def import_function(path: Path, name: str, given: Mapping[str, Any] | None = None) -> Any:
+    """A ``triton.jit`` function of a module that lies in a file; Triton reads its source from there.
+
+    Args:
+        given: what the module uses and does not define.
+    """
     module = ModuleType(f"gradsplit_triton_{path.parent.name}")
+    vars(module).update(given or {})
     # Not by a loader, which leaves a folder beside it: what is built is kept on disk only if it is nothing but files.
     exec(compile(path.read_bytes(), path, "exec"), vars(module))
     return getattr(module, name)
+
+
+@cache
+def _prelude(is_nvidia: bool) -> Mapping[str, Any]:
+    """The names of the prelude. Triton reads the source of each of its functions, so one module is for all kernels."""
+    module = ModuleType("gradsplit_triton_prelude")
+    exec(compile(PRELUDE.read_bytes(), PRELUDE, "exec"), vars(module))
+    vars(module)["NVIDIA"] = triton.language.constexpr(is_nvidia)
+    return {name: value for name, value in vars(module).items() if not name.startswith("__")}
 
 
 def compile_into(request: Mapping[str, Any], folder: Path) -> None:
     """Compiles a kernel for a GPU that need not be there, and puts the result into a folder.
 
     Args:
-        request: ``module`` (a path), ``function``, ``pointers`` (types of the arguments), ``is_aligned`` (whether all
-            addresses are multiples of 16), ``target`` (arguments of ``gpu_target``), ``options`` of Triton's.
+        request: ``module`` (a path, without the prelude), ``function``, ``pointers`` (types of the arguments),
+            ``is_aligned`` (whether all addresses are multiples of 16), ``target`` (arguments of ``gpu_target``),
+            ``options`` of Triton's.
         folder: where the files go that ``load_kernel`` reads.
     """
-    function = import_function(Path(request["module"]), request["function"])
-    function.fn.__globals__["NVIDIA"] = triton.language.constexpr(request["target"][0] == "cuda")
+    prelude = _prelude(request["target"][0] == "cuda")
+    function = import_function(Path(request["module"]), request["function"], prelude)
     names, pointers = function.arg_names, request["pointers"]
     aligned = {(index,): [["tt.divisibility", 16]] for index in range(len(names))}
     attributes = aligned if request["is_aligned"] else {}
     unit = triton.compiler.ASTSource(function, dict(zip(names, pointers, strict=True)), {}, attributes)
-    # A folder of its own instead of Triton's cache, whose files nobody verifies.
-    scratch = folder / "triton"
-    os.environ["TRITON_CACHE_DIR"] = str(scratch)
-    kernel = triton.compile(unit, target=gpu_target(*request["target"]), options=request["options"])
-    for name, path in kernel.metadata_group.items():
-        if name.endswith(_KEPT):
-            shutil.copyfile(path, folder / name)
-    shutil.rmtree(scratch)
+    triton.knobs.cache.manager_class = partial(_Results, folder)
+    triton.compile(unit, target=gpu_target(*request["target"]), options=request["options"])
+
+
+class _Results:
+    """Takes the place of Triton's cache: what is kept goes where it belongs, and the rest nowhere."""
+
+    def __init__(self, folder: Path, key: str, override: bool = False, dump: bool = False) -> None:
+        self._folder = folder
+
+    def get_file(self, filename: str) -> None:
+        return None
+
+    def get_group(self, filename: str) -> None:
+        return None
+
+    def put(self, data: Any, filename: str, binary: bool = True) -> str:
+        if not filename.endswith(_KEPT):
+            return os.devnull  # not even written down, which takes long
+        path = self._folder / filename
+        path.write_bytes(data if isinstance(data, bytes) else str(data).encode())
+        return str(path)
+
+    def put_group(self, filename: str, group: Mapping[str, str]) -> None:
+        pass
 
 
 def load_kernel(folder: Path, pointers: Sequence[str], manifest: str) -> Any:
@@ -98,7 +135,14 @@ def _serve() -> None:
     # Triton prints to the output what it has to say about errors; the answers go to a copy of it.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    while select.select([0], [], [], _IDLE_S)[0]:
+    # What it would call an entry of its cache: hashing its libraries takes the time of several kernels.
+    triton.compiler.compiler.get_cache_key = lambda *_, **__: ""
+    # Of what a compilation makes nearly nothing lives on, so looking through it now and then is enough.
+    gc.freeze()
+    gc.disable()
+    for number in itertools.count(1):
+        if not select.select([0], [], [], _IDLE_S)[0]:
+            return
         line = sys.stdin.readline()
         if not line:
             return
@@ -110,6 +154,8 @@ def _serve() -> None:
             answer = {"error": f"{error}", "traceback": traceback.format_exc()}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
+        if number % _KERNELS_A_COLLECTION == 0:
+            gc.collect()
 
 
 if __name__ == "__main__":
