@@ -39,7 +39,7 @@ from gradsplit.compile_core.torch_facts.cuda import current_device, current_raw_
 
 _MODULE = "kernel.py"
 # Eager rounds a product before it adds; a kernel may say otherwise.
-_OPTIONS = {"enable_fp_fusion": False}
+_OPTIONS = {"enable_fp_fusion": False, "sanitize_overflow": False}
 # What a block may have on any GPU without asking.
 _SHARED_BYTES_ANYWHERE = 48 << 10
 _WORKERS_AHEAD = 8
