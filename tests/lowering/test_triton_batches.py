@@ -53,6 +53,19 @@ def test_a_kernel_jumps_to_its_member(tmp_path: Path) -> None:
     assert assembly["ptx"].count("bra") > 40
 
 
+def test_the_order_of_members_makes_no_other_kernel() -> None:
+    """Layer by layer weights come in the same sizes, and where a batch begins among them differs."""
+    sources = []
+    for sizes in ((1024, 4096, 1024, 2048), (2048, 1024, 1024, 4096)):
+        xs = [torch.randn(size) for size in sizes]
+        lowered = lower(compute_of(trace(lambda xs: torch.ops.aten._foreach_exp(xs), xs)))
+        program = batch_nests(on(GPU, lowered))
+        (batch,) = batches(program)
+        sources.append(generate(batch, program.buffers))
+    assert sources[0].text == sources[1].text
+    assert len(set(sources[0].buffers)) == 8 and sources[0].buffers != sources[1].buffers
+
+
 def test_a_kernel_takes_so_many_pointers() -> None:
     xs = [torch.randn(16) for _ in range(300)]
     lowered = lower(compute_of(trace(lambda xs: torch.ops.aten._foreach_exp(xs), xs)))

@@ -30,7 +30,9 @@ def generate_triton_batch(batch: NestBatch, buffers: Mapping[str, TensorSpec]) -
     Raises:
         Unsupported: a dtype that Triton kernels do not handle (complex, quantised).
     """
-    pairs = [separated(member, buffers) for member in batch.members]
+    # In an order of their sizes: batches that differ in nothing but their members' order are one kernel.
+    members = sorted(batch.members, key=lambda member: prod(member.extents), reverse=True)
+    pairs = [separated(member, buffers) for member in members]
     given = {
         name: k for k, name in enumerate(dict.fromkeys(n for _, each in pairs for n, _ in each.values()))
     }
@@ -110,10 +112,11 @@ class _BatchWriter(TritonWriter):
     def _choice(self, begin: int, end: int, own: Sequence[int]) -> list[str]:
         """The variables of the member, from ``begin`` up to ``end``, that a program works for."""
         if end - begin == 1:
-            lines = [f'zero = zero_of_branch("mov.b32 $0, 0; // {begin}")']
-            lines += [f"q{k} = {self.pointers[begin][k]} + zero" for k in own]
-            lines.append(f"first = {self.starts[begin]} + zero")
-            return [*lines, f"count = {self.sizes[begin]} + zero"] if self.is_open else lines
+            chosen = {f"q{k}": self.pointers[begin][k] for k in own} | {"first": f"{self.starts[begin]}"}
+            if self.is_open:
+                chosen["count"] = f"{self.sizes[begin]}"
+            text = f'"mov.b32 $0, 0; // {begin}"'
+            return [f"{', '.join(chosen)} = in_branch({text}, {', '.join(chosen.values())})"]
         middle = (begin + end) // 2
         return [
             f"if program < {self.starts[middle]}:",
