@@ -32,6 +32,7 @@ from gradsplit.compile_core.ir.kernels import (
     StartedBuild,
 )
 from gradsplit.compile_core.lowering.triton_kernels import triton_compiler
+from gradsplit.compile_core.lowering.triton_kernels.load_binary import load_binary
 from gradsplit.compile_core.toolchain.compile_workers import CompileWorkers, usable_processors
 from gradsplit.compile_core.toolchain.disk_cache import MANIFEST, DiskCache, content_key
 from gradsplit.compile_core.toolchain.private_folders import MODE, usable_folder
@@ -279,7 +280,7 @@ def _handle_of(kernel: Any, device_index: int) -> int:
     takes up to a second for, once for each number of arguments.
     """
     if _is_plain(kernel.metadata) and kernel.metadata.shared <= _SHARED_BYTES_ANYWHERE:
-        handle, most_threads = triton_compiler.load_binary(kernel, device_index)
+        handle, most_threads = load_binary(kernel.name, kernel.kernel, device_index)
         if 32 * kernel.metadata.num_warps <= most_threads:
             return handle
     kernel._init_handles()

@@ -123,14 +123,6 @@ def load_kernel(folder: Path, pointers: Sequence[str], manifest: str) -> Any:
     return triton.compiler.CompiledKernel(source, files, folder.name)
 
 
-def load_binary(kernel: Any, device_index: int) -> tuple[int, int]:
-    """Loads a compiled kernel onto the current GPU; its handle, and how many threads a block of it may have."""
-    loaded = triton.runtime.driver.active.utils.load_binary(
-        kernel.name, kernel.kernel, kernel.metadata.shared, device_index
-    )
-    return loaded[1], loaded[4]
-
-
 def _serve() -> None:
     # Triton prints to the output what it has to say about errors; the answers go to a copy of it.
     answers = os.fdopen(os.dup(1), "w")
