@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
@@ -145,7 +146,8 @@ JOINT_PASSES: Sequence[Pass[JointGraph, GraphChoices]] = (
 # After stage 5's lowering, on the loops of one region.
 LOOP_PASSES: Sequence[Pass[LoopProgram, RegionChoices]] = (
     Pass(
-        "choose_gemm", lambda program, region: choose_gemm(program, gemm_speed(region.options.cache_folder))
+        "choose_gemm",
+        lambda program, region: choose_gemm(program, partial(gemm_speed, region.options.cache_folder)),
     ),
     Pass("fuse", lambda program, region: fuse(program)),
     Pass("join_column_sums", lambda program, region: join_column_sums(program)),

@@ -30,6 +30,7 @@ from gradsplit.compile_core.lowering.decompositions.decomposition_table import d
 from gradsplit.compile_core.lowering.fusion.fuse import fuse
 from gradsplit.compile_core.lowering.graph_to_loops.lower import lower
 from gradsplit.compile_core.lowering.products import choose_products
+from gradsplit.compile_core.lowering.products.choose_gemm import choose_gemm
 from gradsplit.compile_core.lowering.products.gemm_speed import GemmSpeed, gemm_speed
 from gradsplit.compile_core.observe.dump import StageDump
 from gradsplit.compile_core.options import CompileOptions
@@ -244,6 +245,17 @@ def test_copies_and_noise_keep_a_product_with_blas() -> None:
     assert speed.prefers_onednn(8, 8, 8) and not speed.prefers_onednn(8, 8, 8, is_dense=False)
     assert speed.prefers_onednn(8, 8, 80, is_dense=False)
     assert not GemmSpeed(0, 1.0, 0, 0.97, 0).prefers_onednn(8, 8, 8)
+
+
+def test_no_speed_is_measured_where_no_product_of_the_cpu_is() -> None:
+    def measure() -> GemmSpeed:
+        raise AssertionError
+
+    inputs = (torch.ones(4, 5), torch.ones(5, 6))
+    for program in (fused_for_gpu(torch.mm, *inputs)[0], loops_of(torch.add, inputs[0], inputs[0])[0]):
+        assert choose_gemm(program, measure) is program
+    with pytest.raises(AssertionError):
+        choose_gemm(loops_of(torch.mm, *inputs)[0], measure)
 
 
 def test_the_speed_of_products_is_measured_whatever_a_program_has_set(

@@ -8,6 +8,7 @@ others.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -32,8 +33,18 @@ from gradsplit.compile_core.lowering.products.gemm_speed import GemmSpeed, onedn
 aten = torch.ops.aten
 
 
-def choose_gemm(program: LoopProgram, speed: GemmSpeed | None) -> LoopProgram:
-    """The same program with products moved to oneDNN where that is faster; ``speed`` is ``None`` without oneDNN."""
+def choose_gemm(program: LoopProgram, measure: Callable[[], GemmSpeed | None]) -> LoopProgram:
+    """The same program with products moved to oneDNN where that is faster.
+
+    Args:
+        measure: the speeds, called where there is a product to choose for; ``None`` without oneDNN.
+    """
+    products = {
+        number: product
+        for number, step in enumerate(program.steps)
+        if isinstance(step, ExternCall) and (product := _product(step, program)) is not None
+    }
+    speed = measure() if products else None
     if speed is None:
         return program
     buffers = dict(program.buffers)
@@ -43,8 +54,8 @@ def choose_gemm(program: LoopProgram, speed: GemmSpeed | None) -> LoopProgram:
         for name in writes(step):
             written_by[name] = written_by.get(name, 0) + 1
     given = {*program.inputs, *program.destinations}
-    for step in program.steps:
-        product = _product(step, program) if isinstance(step, ExternCall) else None
+    for number, step in enumerate(program.steps):
+        product = products.get(number)
         if product is None or not speed.prefers_onednn(*product.sizes, product.is_dense):
             steps.append(step)
             continue
