@@ -122,6 +122,18 @@ def test_without_alignment_it_compiles_too(folder: Path) -> None:
     assert "ld.global.v4" not in compile_triton_for(source, SM_90, folder, is_aligned=False).asm["ptx"]
 
 
+def test_powers_and_reciprocal_roots_need_no_library(folder: Path) -> None:
+    """LLVM would read all of libdevice, which takes as long as a fifth of a kernel, and leave a string of its own."""
+    b = NestBuilder((4096,))
+    b.buffer("x", (4096,), torch.float32)
+    for position, operation in enumerate(("exp", "exp2", "rsqrt", "sigmoid", "tanh", "erf")):
+        b.buffer(f"y{position}", (4096,), torch.float32)
+        b.store(f"y{position}", (0,), b.apply(operation, b.load("x", (0,))))
+    ptx = compile_triton_for(generate_triton(b.nest("powers"), b.buffers), SM_90, folder).asm["ptx"]
+    assert "ex2.approx.ftz.f32" in ptx and "rsqrt.approx.ftz.f32" in ptx
+    assert ".b8 _$_str" not in ptx
+
+
 def test_neighbours_share_their_random_bits(folder: Path) -> None:
     """Two words cost one block, and stay in the thread that made them."""
     counts = []

@@ -107,6 +107,8 @@ _FLOAT32 = {
     "floor_div": "float_floor_div({0}, {1}, tl.div_rn({0}, {1}))",
     "trunc_div": "truncated(tl.div_rn({0}, {1}))",
     "exp": "exp32({0})",
+    "exp2": "exp2_32({0})",
+    "rsqrt": "rsqrt32({0})",
     "expm1": "expm1_32({0})",
     "tanh": "tanh32({0})",
     "log1p": "log1p32({0})",
