@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import heapq
 import math
 import string
 
@@ -174,6 +175,22 @@ def floats(x, n):
         divmod(7.5, 2),
         math.copysign(1, -0.0),
     )
+
+
+@program
+def the_least_without_a_key(x, n):
+    return (
+        x,
+        max([n, 2], key=None),
+        min([3, n], default=4, key=None),
+        max([], default=n, key=None),
+        heapq.nlargest(1, [n]),
+    )
+
+
+@program
+def quotients_of_numbers_by_torch(x, n):
+    return x * (torch.div(x.size(0), 2, rounding_mode="trunc") - 1), torch.div(n, 2), torch.mul(n, 2)
 
 
 @program

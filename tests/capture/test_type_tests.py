@@ -78,6 +78,9 @@ CLASSES = [
     collections.abc.Callable,
     typing.SupportsFloat,
     int | torch.nn.Buffer,
+    typing.Callable,
+    typing.Hashable,
+    (typing.Sized, typing.Iterable),
     (str, (torch.autograd.Variable,)),
 ]
 

@@ -12,7 +12,7 @@ from gradsplit.compile_core.capture.values.references import ReferenceValue
 TYPE_FORMS: tuple[Any, ...] = (
     types.GenericAlias,
     types.UnionType,
-    typing._GenericAlias,  # type: ignore[attr-defined]
+    typing._BaseGenericAlias,  # type: ignore[attr-defined]
     typing._SpecialForm,
     typing.TypeVar,
     typing.ForwardRef,
@@ -42,7 +42,7 @@ class TypeFormValue(ReferenceValue):
 
     def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         origin = getattr(self.real, "__origin__", None)
-        if not isinstance(origin, type):
+        if not isinstance(origin, type) or not getattr(self.real, "_inst", True):
             raise state.unsupported("type-form", f"a call of {self.real!r}")
         made = state.wrap(origin, None).call(state, args, kwargs)
         if not origin.__dictoffset__:

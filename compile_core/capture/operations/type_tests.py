@@ -93,6 +93,8 @@ def _is_subclass(state: CaptureState, cls: type, wanted: type) -> bool:
     return found
 
 
+# Names that ``typing`` has of classes, as ``typing.Iterable``, whose tests ask for the class that an object has.
+_NAMED_CLASSES: Any = typing._SpecialGenericAlias  # type: ignore[attr-defined]
 # The metaclass of the classes that were the types of tensors before there were dtypes.
 _TYPED_TENSOR = type(torch.FloatTensor)
 
@@ -100,6 +102,13 @@ _TYPED_TENSOR = type(torch.FloatTensor)
 def _own_test(state: CaptureState, wanted: type, name: str, value: Value) -> bool | None:
     """What a metaclass of the program or of a library says; None where Python's own test, an ABC's, or a protocol's
     is in place."""
+    if isinstance(wanted, _NAMED_CLASSES):
+        own = (
+            value.real
+            if isinstance(value, ClassValue) and name == "__subclasscheck__"
+            else value.python_type()
+        )
+        return _is_subclass(state, own, wanted.__origin__)
     meta = type(wanted)
     owner, entry = find_class_entry(state, meta, name)
     if owner in (None, type, abc.ABCMeta):
@@ -147,8 +156,8 @@ def _protocol_members(protocol: type) -> set[str]:
 def _classes(state: CaptureState, value: Value, caller: str) -> list[type]:
     if isinstance(value, SequenceValue) and issubclass(value.cls, tuple):
         return [cls for item in value.all(state) for cls in _classes(state, item, caller)]
-    if isinstance(value, ClassValue):
-        return [value.real]
+    if isinstance(value, ClassValue) or isinstance(getattr(value, "real", None), _NAMED_CLASSES):
+        return [value.real]  # type: ignore[attr-defined]
     if isinstance(value, ReferenceValue) and isinstance(value.real, types.UnionType):
         return [type(None) if cls is None else cls for cls in typing.get_args(value.real)]
     if isinstance(value, ConstantValue):

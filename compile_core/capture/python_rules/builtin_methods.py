@@ -13,13 +13,14 @@ from gradsplit.compile_core.capture.object_model.content import CONTENT_BASES, o
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue
 from gradsplit.compile_core.capture.operations import comparisons, operators
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
-from gradsplit.compile_core.capture.values.call_rules import CallRule, call_rule
+from gradsplit.compile_core.capture.values.call_rules import CallRule, as_value, call_rule
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.containers import ListValue
 from gradsplit.compile_core.capture.values.mappings import DictValue
 from gradsplit.compile_core.capture.values.sets import SetValue
 
-Method = Callable[..., Value]
+# Gives a value, or what a constant holds.
+Method = Callable[..., Any]
 
 
 def _fill(state: CaptureState, content: Value, *args: Value, **kwargs: Value) -> Value:
@@ -41,16 +42,6 @@ def _fill(state: CaptureState, content: Value, *args: Value, **kwargs: Value) ->
     return ConstantValue(None)
 
 
-def _set_item(state: CaptureState, content: Value, key: Value, value: Value) -> Value:
-    content.set_item(state, key, value)
-    return ConstantValue(None)
-
-
-def _delete_item(state: CaptureState, content: Value, key: Value) -> Value:
-    content.delete_item(state, key)
-    return ConstantValue(None)
-
-
 def _operator(symbol: str) -> Method:
     return lambda state, content, other: operators.binary(state, symbol, content, other)
 
@@ -66,12 +57,12 @@ def _comparison(symbol: str) -> Method:
 _PROTOCOL: dict[str, Method] = {
     "__init__": _fill,
     "__getitem__": lambda state, content, key: content.get_item(state, key),
-    "__setitem__": _set_item,
-    "__delitem__": _delete_item,
-    "__len__": lambda state, content: ConstantValue(content.length(state)),
+    "__setitem__": lambda state, content, key, value: content.set_item(state, key, value),
+    "__delitem__": lambda state, content, key: content.delete_item(state, key),
+    "__len__": lambda state, content: content.length(state),
     "__iter__": lambda state, content: content.iterate(state),
-    "__contains__": lambda state, content, item: ConstantValue(content.contains(state, item)),
-    "__bool__": lambda state, content: ConstantValue(content.truth(state)),
+    "__contains__": lambda state, content, item: content.contains(state, item),
+    "__bool__": lambda state, content: content.truth(state),
 }
 for _symbol, (_, _method, _reflected_method) in operators.BINARY.items():
     _PROTOCOL[_method] = _operator(_symbol)
@@ -116,9 +107,9 @@ def method_of_builtin_type(descriptor: Any) -> CallRule | None:
     protocol = _PROTOCOL.get(name)
 
     def run(state: CaptureState, content: Value, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        if protocol is not None:
-            return protocol(state, content, *args, **kwargs)
-        return content.call_method(state, name, args, kwargs)
+        if protocol is None:
+            return content.call_method(state, name, args, kwargs)
+        return as_value(protocol(state, content, *args, **kwargs))
 
     def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         owner, *rest = args

@@ -22,7 +22,7 @@ from gradsplit.compile_core.capture.values.call_rules import (
     answer_to,
     answers,
 )
-from gradsplit.compile_core.capture.values.constants import ConstantValue, SequenceIterator, fold
+from gradsplit.compile_core.capture.values.constants import ConstantValue, SequenceIterator, fold, is_none
 from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue, sorted_values
 from gradsplit.compile_core.capture.values.iterators import IteratorValue
 from gradsplit.compile_core.capture.values.mappings import DictValue, DictView
@@ -153,10 +153,10 @@ def _extremum_rule(function: Any, symbol: str, of_numbers: Any) -> CallRule:
             if "default" in kwargs:
                 return kwargs["default"]
             return fold(state, lambda: function(()), [], {})  # raises, in this version's words
-        key = kwargs.get("key")
-        if key is None and any(isinstance(item, ScalarValue) or is_of_data(item) for item in items):
+        key = kwargs.get("key", ConstantValue(None))
+        if is_none(key) and any(isinstance(item, ScalarValue) or is_of_data(item) for item in items):
             return functools.reduce(lambda one, other: of_pair(state, [one, other]), items)
-        keys = items if key is None else [key.call(state, [item], {}) for item in items]
+        keys = items if is_none(key) else [key.call(state, [item], {}) for item in items]
         best = 0
         for index in range(1, len(items)):
             if comparisons.compare(state, symbol, keys[index], keys[best]).truth(state):

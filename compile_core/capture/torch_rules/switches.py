@@ -19,7 +19,6 @@ from gradsplit.compile_core.capture.values.call_rules import (
     answer_to,
     answers,
 )
-from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.torch_facts.autograd_engine import (
     allow_saved_tensors_hooks,
     push_saved_tensors_hooks,
@@ -56,33 +55,27 @@ def _matching(function_of: Any, function: Any, args: tuple[Any, ...]) -> Switch 
     return next((switch for switch in candidates if args[: len(switch.prefix)] == switch.prefix), None)
 
 
-def _set_rule(function: Any) -> CallRule:
-    def turn_it(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+def _rule(function: Any, function_of: Any, act: Any) -> CallRule:
+    """``act`` has the state, the switch that the arguments name and those behind them."""
+
+    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         values = tuple(constants_of([*args, *kwargs.values()]))
-        switch = _matching(lambda switch: switch.set, function, values)
+        switch = _matching(function_of, function, values)
         if switch is None:
             raise state.unsupported("switch", f"no rule for {function.__name__}{values}")
-        turn(state, switch, *values[len(switch.prefix) :])
-        return ConstantValue(None)
+        return state.from_constant(act(state, switch, *values[len(switch.prefix) :]))
 
-    return turn_it
+    return call
 
 
-def _get_rule(function: Any) -> CallRule:
-    def read(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        values = tuple(constants_of(args))
-        switch = _matching(lambda switch: switch.get, function, values)
-        if switch is None:
-            raise state.unsupported("switch", f"no rule for {function.__name__}{values}")
-        _guard(state, switch)
-        return state.from_constant(switch.get(*switch.prefix))
-
-    return read
+def _read(state: CaptureState, switch: Switch) -> Any:
+    _guard(state, switch)
+    return switch.get(*switch.prefix)
 
 
 for _switch in SWITCHES:
-    CALL_RULES[_switch.set] = _set_rule(_switch.set)
-    CALL_RULES[_switch.get] = _get_rule(_switch.get)
+    CALL_RULES[_switch.set] = _rule(_switch.set, lambda switch: switch.set, turn)
+    CALL_RULES[_switch.get] = _rule(_switch.get, lambda switch: switch.get, _read)
 
 
 def _read_anomaly(state: CaptureState, position: int) -> bool:

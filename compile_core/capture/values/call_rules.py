@@ -36,13 +36,16 @@ def answer_to(*targets: Any) -> Callable[[Callable[..., Any]], Callable[..., Any
 
     def register(answer: Callable[..., Any]) -> Callable[..., Any]:
         def rule(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-            given = answer(state, *args, **kwargs)
-            return given if isinstance(given, Value) else ConstantValue(given)
+            return as_value(answer(state, *args, **kwargs))
 
         CALL_RULES.update(dict.fromkeys(targets, rule))
         return answer
 
     return register
+
+
+def as_value(given: Any) -> Value:
+    return given if isinstance(given, Value) else ConstantValue(given)
 
 
 def fold_rule(function: Any) -> CallRule:
