@@ -251,21 +251,25 @@ class Capture(CaptureState):
     def _depending_on_data(self) -> AbstractContextManager[Any] | None:
         """Inside, fake tensors give new symbols for the numbers and sizes that they cannot tell; None where the
         settings do not say so, and in a body, the symbols of which would be unknown outside of it."""
-        scalars, shapes = config.capture_scalar_outputs, config.capture_dynamic_output_shape_ops
+        scalars, shapes = self.keeps_numbers, config.capture_dynamic_output_shape_ops
         if not (scalars or shapes) or isinstance(self.graph, BodyGraph):
             return None
         return self.sizes.depending_on_data(scalars, shapes)
+
+    def read_truth(self, tensor: TensorValue) -> Value:
+        # By a number that stays open: ``== 1`` would make it a constant.
+        held = self.call_tensor_op("call_method", "ne", [tensor, ConstantValue(0)], {})
+        held = self.call_tensor_op("call_method", "long", [held], {})
+        read: Any = self.call_tensor_op("call_method", "item", [held], {})
+        return ConditionValue(read.number > 0)
 
     def assume(self, value: Value, truth: bool) -> bool:
         if isinstance(self.graph, BodyGraph) or any(map(self.graph.is_changed, self.graph.records)):
             return False
         try:
             if isinstance(value, TensorValue):
-                held = self.call_tensor_op("call_method", "ne", [value, ConstantValue(0)], {})
-                held = self.call_tensor_op("call_method", "long", [held], {})
                 with self.sizes.depending_on_data(True, False):
-                    read: Any = self.call_tensor_op("call_method", "item", [held], {})
-                value = ConditionValue(read.number > 0)  # ``== 1`` would make the number a constant
+                    value = self.read_truth(value)
             if not isinstance(value, ConditionValue):
                 return False
             assume(value.number if truth else torch.sym_not(value.number))

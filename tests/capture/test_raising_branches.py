@@ -35,6 +35,18 @@ def sampled(x):
     return policy.log_prob(action) + noise.log_prob(x).sum(-1) + policy.entropy()
 
 
+def numbers(x):
+    """Integers that are read only for a check."""
+    tokens = (x.detach() * 4).long()
+    if not tokens.max().item() <= x.size(1) * 2:
+        raise IndexError(f"no token {tokens.max().item()}")
+    if int(tokens.abs().sum()) == 0:
+        raise ValueError("only nought")
+    if torch.isnan(x).any().item():
+        raise ValueError("nan")
+    return x * tokens
+
+
 def run(function, x):
     torch.manual_seed(0)
     x = x.clone().requires_grad_()
@@ -47,7 +59,7 @@ def run(function, x):
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("function", [asserted, several, sampled], ids=lambda case: case.__name__)
+@pytest.mark.parametrize("function", [asserted, several, sampled, numbers], ids=lambda case: case.__name__)
 def test_what_raises_is_a_check(function, backend):
     step = gradsplit.compile(function, backend=backend, fullgraph=True)
     usual = torch.linspace(-1, 1, 8).view(2, 4)

@@ -62,15 +62,28 @@ class Code:
         handler = self.handler_at(index)
         return handler is None or self.instructions[handler.target + 1].name == "WITH_EXCEPT_START"
 
-    def only_raises(self, index: int) -> bool:
-        """Whether an instruction begins a straight way to a ``raise`` that leaves the code."""
+    def _end_of_way(self, index: int) -> int:
+        """The first instruction, from an instruction on, behind which there are two ways, or none."""
         for at in range(index, len(self.instructions)):
             instruction = self.instructions[at]
-            if instruction.name == "RAISE_VARARGS":
-                return self.is_left_from(at)
-            if instruction.target >= 0 or instruction.name.startswith(("RETURN", "YIELD", "RERAISE")):
+            if instruction.target >= 0 or instruction.name.startswith(
+                ("RETURN", "YIELD", "RERAISE", "RAISE")
+            ):
                 break
-        return False
+        return at
+
+    def only_raises(self, index: int) -> bool:
+        """Whether an instruction begins a straight way to a ``raise`` that leaves the code."""
+        end = self._end_of_way(index)
+        return self.instructions[end].name == "RAISE_VARARGS" and self.is_left_from(end)
+
+    def leads_to_check(self, index: int) -> bool:
+        """Whether the way from an instruction on stores nothing and comes to a decision whether to raise."""
+        end = self._end_of_way(index)
+        way, jump = self.instructions[index:end], self.instructions[end]
+        if "POP_JUMP" not in jump.name or any(instruction.name.startswith("STORE") for instruction in way):
+            return False
+        return self.only_raises(end + 1) != self.only_raises(jump.target)
 
     @functools.cached_property
     def items(self) -> tuple[bytecode.Instr, ...]:

@@ -116,22 +116,18 @@ class GuardSet:
         if any(kind is not str for kind in kinds):
             self.add([source], "tuple(map(type, {0})) == {c0}", [kinds], kinds_text)
 
-    def absent(self, source: Source, key: Any) -> None:
-        text = f"{key!r} not in {source}"
+    def absent(self, source: Source, key: Any, no: str = "not ") -> None:
+        text = f"{key!r} {no}in {source}"
         if isinstance(source, ContentSource):
-            self.add([source], "not dict.__contains__({0}, {c0})", [key], text)
+            self.add([source], no + "dict.__contains__({0}, {c0})", [key], text)
         else:
-            self.add([source], "{c0} not in {0}", [key], text, "absent")
+            self.add([source], f"{{c0}} {no}in {{0}}", [key], text, "absent" if no else "present")
+
+    def present(self, source: Source, key: Any) -> None:
+        self.absent(source, key, "")
 
     def absent_object(self, source: Source, key: Source) -> None:
         self.add([source, key], "{1} not in {0}", [], f"{key} not in {source}")
-
-    def present(self, source: Source, key: Any) -> None:
-        text = f"{key!r} in {source}"
-        if isinstance(source, ContentSource):
-            self.add([source], "dict.__contains__({0}, {c0})", [key], text)
-        else:
-            self.add([source], "{c0} in {0}", [key], text, "present")
 
     def all_false(self, source: Source, keys: tuple[str, ...], text: str) -> None:
         """What a mapping holds under each of these keys is empty, or false."""

@@ -45,8 +45,6 @@ COMPARE: dict[str, tuple[Callable[..., Any], str, str]] = {
     ">=": (operator.ge, "__ge__", "__le__"),
 }
 
-_SET_TESTS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
-
 
 def compare(state: CaptureState, symbol: str, left: Value, right: Value) -> Value:
     """``left symbol right`` for one of COMPARE."""
@@ -74,7 +72,7 @@ def compare(state: CaptureState, symbol: str, left: Value, right: Value) -> Valu
         return ConstantValue(equal(state, left, right) == (symbol == "=="))
     if _is_set(left) and _is_set(right):
         sides = [set(as_set(state, side).members) for side in (left, right)]
-        return ConstantValue(_SET_TESTS[symbol](*sides))
+        return ConstantValue(function(*sides))
     if isinstance(left, SequenceValue) and isinstance(right, SequenceValue) and _kind(left) is _kind(right):
         return _lexicographic(state, symbol, left, right)
     return fold(state, function, [left, right], {})

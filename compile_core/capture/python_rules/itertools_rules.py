@@ -6,18 +6,14 @@ does; that these objects are symbolic values makes no difference to it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from gradsplit.compile_core.capture.operations import operators
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
-from gradsplit.compile_core.capture.values.call_rules import (
-    CALL_RULES,
-    CallRule,
-    answer_to,
-    answers,
-)
+from gradsplit.compile_core.capture.values.call_rules import answer_to
 from gradsplit.compile_core.capture.values.constants import ConstantValue, is_none
 from gradsplit.compile_core.capture.values.containers import SequenceValue
 from gradsplit.compile_core.capture.values.iterators import IteratorValue, SliceIterator
@@ -98,29 +94,25 @@ def _test(state: CaptureState, function: Value) -> Callable[[Value], bool]:
     return lambda item: function.call(state, [item], {}).truth(state)
 
 
-def _predicate_rule(make: Any) -> CallRule:
-    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        function, iterable = args
-        return RealIterator(make(_test(state, function), _Items(state, iterable)))
+def _chosen(make: Any, state: CaptureState, function: Value, iterable: Value) -> Value:
+    return RealIterator(make(_test(state, function), _Items(state, iterable)))
 
-    return call
+
+def _combined(make: Any, state: CaptureState, iterable: Value, *rest: Value, **named: Value) -> Value:
+    length = [value.as_constant() for value in (*rest, *named.values())]
+    return RealIterator(make(state.items_of(iterable), *length), is_closed=True)
+
+
+def _over(make: Any, state: CaptureState, iterable: Value) -> Value:
+    return RealIterator(make(_Items(state, iterable)))
 
 
 for _make in (itertools.takewhile, itertools.dropwhile, itertools.filterfalse):
-    CALL_RULES[_make] = _predicate_rule(_make)
-
-
-def _combination_rule(make: Any) -> CallRule:
-    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        iterable, *rest = [*args, *kwargs.values()]
-        length = [value.as_constant() for value in rest]
-        return RealIterator(make(state.items_of(iterable), *length), is_closed=True)
-
-    return call
-
-
+    answer_to(_make)(functools.partial(_chosen, _make))
 for _make in (itertools.permutations, itertools.combinations, itertools.combinations_with_replacement):
-    CALL_RULES[_make] = _combination_rule(_make)
+    answer_to(_make)(functools.partial(_combined, _make))
+for _make in (itertools.cycle, itertools.pairwise):
+    answer_to(_make)(functools.partial(_over, _make))
 
 
 @answer_to(itertools.product)
@@ -144,14 +136,6 @@ def _islice(state: CaptureState, iterable: Value, *bounds: Value) -> Any:
 def _repeat(state: CaptureState, object: Value, times: Value | None = None) -> Any:
     count = [] if times is None else [times.as_constant()]
     return RealIterator(itertools.repeat(object, *count), is_closed=bool(count))
-
-
-answers(
-    {
-        itertools.cycle: lambda state, iterable: RealIterator(itertools.cycle(_Items(state, iterable))),
-        itertools.pairwise: lambda state, iterable: RealIterator(itertools.pairwise(_Items(state, iterable))),
-    }
-)
 
 
 @answer_to(itertools.chain.from_iterable)

@@ -1,14 +1,14 @@
 """Which numbers that depend on data become nodes of the graph.
 
 Reading a number out of a tensor ends the graph in a user's code, where control flow tends to depend on it, unless
-``config.capture_scalar_outputs`` is on. Floats are then computed with as the program does (``open_numbers/scalars``);
-integers and truth values are symbols, of which tensors may have as many elements. Some code of torch reads numbers only
-to compute with them: step counts in optimizers, the number of batches in the moving averages of a normalisation.
+``config.capture_scalar_outputs`` is on, or an integer only decides whether to raise. Floats are then computed with as
+the program does (``open_numbers/scalars``); integers and truth values are symbols, of which tensors may have as many
+elements. Some code of torch reads numbers only to compute with them: step counts in optimizers, the number of batches
+in the moving averages of a normalisation.
 """
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from gradsplit.compile_core.capture.open_numbers.scalars import (
     only_computes,
     read_scalar,
 )
-from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import compare_open
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule
 from gradsplit.compile_core.capture.values.constants import ConstantValue
@@ -38,10 +37,10 @@ def reads_scalars(state: CaptureState, tensor: TensorValue) -> bool:
     return only_computes(state) or said
 
 
-def _reads_symbols(tensor: TensorValue) -> bool:
+def _reads_symbols(state: CaptureState, tensor: TensorValue) -> bool:
     dtype = tensor.fake.dtype
     is_exact = not dtype.is_floating_point and not dtype.is_complex
-    return config.capture_scalar_outputs and is_exact and tensor.fake.numel() == 1
+    return is_exact and tensor.fake.numel() == 1 and state.keeps_numbers
 
 
 def _made_of_constants(tensor: TensorValue) -> torch.Tensor | None:
@@ -60,7 +59,9 @@ def _item(state: CaptureState, tensor: TensorValue, *args: Value, **kwargs: Valu
         return _truth(state, tensor)
     if reads_scalars(state, tensor):
         return read_scalar(state, tensor)
-    return state.call_tensor_op("call_method", "item", [tensor], {}) if _reads_symbols(tensor) else None
+    return (
+        state.call_tensor_op("call_method", "item", [tensor], {}) if _reads_symbols(state, tensor) else None
+    )
 
 
 @method_rule("__bool__")
@@ -71,11 +72,7 @@ def _truth(state: CaptureState, tensor: TensorValue) -> Value | None:
     known = decision_by(state, tensor.node, bool, f"bool({tensor.describe()})")
     if known is not None:
         return ConstantValue(known)
-    if _reads_symbols(tensor):
-        read = state.call_tensor_op("call_method", "item", [tensor], {})
-        is_bool = read.python_type() is bool
-        return read if is_bool else compare_open(state, "!=", operator.ne, read, ConstantValue(0))
-    return None
+    return state.read_truth(tensor) if _reads_symbols(state, tensor) else None
 
 
 @method_rule("__float__")
@@ -87,7 +84,7 @@ def _float(state: CaptureState, tensor: TensorValue, *args: Value, **kwargs: Val
 
 @method_rule("__int__")
 def _int(state: CaptureState, tensor: TensorValue) -> Value | None:
-    if not config.capture_scalar_outputs:
+    if not state.keeps_numbers:
         return None
     read = _item(state, tensor)
     return None if read is None else CALL_RULES[int](state, [read], {})
@@ -95,7 +92,7 @@ def _int(state: CaptureState, tensor: TensorValue) -> Value | None:
 
 @method_rule("__index__")
 def _index(state: CaptureState, tensor: TensorValue) -> Value | None:
-    is_integer = _reads_symbols(tensor) and tensor.fake.dtype is not torch.bool
+    is_integer = _reads_symbols(state, tensor) and tensor.fake.dtype is not torch.bool
     return _item(state, tensor) if is_integer else None
 
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol, Self
 
 import torch
 
+from gradsplit.compile_core import config
 from gradsplit.compile_core.capture.guards.guards import GuardSet
 from gradsplit.compile_core.errors import CodeLocation, Unsupported
 from gradsplit.compile_core.ir.sources import AttributeSource, ItemSource, Reference, ReferenceSource, Source
@@ -316,6 +317,13 @@ class CaptureState:
     def location(self) -> CodeLocation | None:
         return self.frames[-1].location() if self.frames else None
 
+    @property
+    def keeps_numbers(self) -> bool:
+        """Whether integers that are read out of tensors stay in the graph: the settings say so, or the program only
+        asks whether to raise for this one."""
+        frame = self.frames[-1]
+        return config.capture_scalar_outputs or frame.code.leads_to_check(frame.current + 1)
+
     def calling_module(self) -> str:
         """The name of the Python module whose code runs now."""
         return self.frames[-1].module_name()
@@ -429,6 +437,10 @@ class CaptureState:
     def assume(self, value: Value, truth: bool) -> bool:
         """Take the truth of a tensor or a comparison for granted, with a check in the graph; False where no graph has
         room for one."""
+        raise NotImplementedError
+
+    def read_truth(self, tensor: Any) -> Value:
+        """That of a tensor of one element, as a condition that the graph computes."""
         raise NotImplementedError
 
     def call_tensor_nodes(
