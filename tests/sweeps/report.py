@@ -85,7 +85,7 @@ def report(results: Sequence[dict[str, Any]], left: int = 0) -> str:
     if compared:
         widths = [pair.ours["width"] for pair in compared]
         lines.append(
-            f"values compared: {len(compared)}, {exact} of them with float64; the median bound is "
+            f"values compared: {len(compared)} of {len(pairs)}, {exact} of them with float64; the median bound is "
             f"{statistics.median(widths):.2g} of a value, above 0.25 in {sum(width > 0.25 for width in widths)} models"
         )
     lines += _listed(

@@ -164,6 +164,8 @@ def _has_ended(one: _Running, limit_s: float) -> bool:
 def _fail(result: Result, why: str) -> None:
     if result.stage == "made":
         result.skipped = why
+    elif result.stage == "compared":  # what was compiled has run
+        result.worst = why
     else:
         result.error = f"{why} (while it was {result.stage})"
 
