@@ -35,7 +35,7 @@ _PRODUCTS = {
     aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1,
 }  # fmt: skip
 _ALIGNED_BYTES = 16
-_LEAST_SIDE = 32
+_LEAST_SIDE = 64
 # Multiplications below which starting kernels is what takes the time.
 _LEAST_WORK = 1 << 26
 # As many multiplications gain what the copy of one element costs.

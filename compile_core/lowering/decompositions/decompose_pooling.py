@@ -1,14 +1,12 @@
 """Pooling over planes as operators that the lowering knows; for maxima see ``ir.max_pooling``.
 
 Limits: windows without dilation and of few places, whose loads a kernel's body writes out; means of windows that tile
-the plane, and on GPUs of windows within it and its padding. Else torch's kernels run.
+the plane. Else torch's kernels run.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,10 +16,7 @@ from torch import Tensor
 from gradsplit.compile_core.ir import max_pooling
 from gradsplit.compile_core.ir.tensor_spec import compute_dtype
 
-aten = torch.ops.aten
-
 _MOST_PLACES = 25
-_Windows = tuple[list[int], list[int], list[int]]
 
 
 def max_pool2d(
@@ -99,81 +94,6 @@ def avg_pool2d_backward(
     return tiles.reshape(self.shape)
 
 
-def padded_avg_pool2d(
-    self: Tensor,
-    kernel_size: list[int],
-    stride: Sequence[int] = (),
-    padding: Sequence[int] = (0,),
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    divisor_override: int | None = None,
-) -> Any:
-    """The same also of windows that overlap or reach into the padding; declines sizes that are rounded up."""
-    tiles = avg_pool2d(self, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
-    windows = _windows(self, kernel_size, stride, padding, (1,))
-    if tiles is not NotImplemented or windows is None or ceil_mode or not _has_known_plane(self):
-        return tiles
-    kernel, steps, padding = windows
-    counts = _counts(self, windows, count_include_pad, divisor_override)
-    planes = self.to(compute_dtype(self.dtype))
-    return (_window_sums(planes, kernel, steps, padding) / counts).to(self.dtype)
-
-
-def padded_avg_pool2d_backward(
-    grad_output: Tensor,
-    self: Tensor,
-    kernel_size: list[int],
-    stride: list[int],
-    padding: list[int],
-    ceil_mode: bool,
-    count_include_pad: bool,
-    divisor_override: int | None,
-) -> Any:
-    """The same for windows at every place: each element's gradient is a sum over the windows that it is in."""
-    settings = (kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
-    tiles = avg_pool2d_backward(grad_output, self, *settings)
-    windows = _windows(self, kernel_size, stride, padding, (1,))
-    if tiles is not NotImplemented or windows is None or ceil_mode or not _has_known_plane(self):
-        return tiles
-    kernel, steps, padding = windows
-    if steps != [1, 1]:
-        return NotImplemented
-    share = grad_output.to(compute_dtype(grad_output.dtype))
-    share = share / _counts(self, windows, count_include_pad, divisor_override)
-    around = [side - 1 - pad for side, pad in zip(kernel, padding, strict=True)]
-    return _window_sums(share, kernel, steps, around).to(grad_output.dtype)
-
-
-def _has_known_plane(x: Tensor) -> bool:
-    return all(isinstance(size, int) for size in x.shape[-2:])
-
-
-def _window_sums(planes: Tensor, kernel: list[int], steps: list[int], padding: list[int]) -> Tensor:
-    padded = aten.constant_pad_nd.default(planes, [padding[1], padding[1], padding[0], padding[0]])
-    spans = [
-        (size - side) // step * step + 1
-        for size, side, step in zip(padded.shape[-2:], kernel, steps, strict=True)
-    ]
-    elements = (
-        padded[..., row : row + spans[0] : steps[0], column : column + spans[1] : steps[1]]
-        for row, column in itertools.product(range(kernel[0]), range(kernel[1]))
-    )
-    return functools.reduce(operator.add, elements)
-
-
-def _counts(x: Tensor, windows: _Windows, with_padding: bool, divisor: int | None) -> Any:
-    """What the sum of each window is divided by: a number, or a matrix of the places that lie in the plane."""
-    kernel, steps, padding = windows
-    if divisor or with_padding or not any(padding):
-        return divisor or kernel[0] * kernel[1]
-    places = []
-    for size, side, step, pad in zip(x.shape[-2:], kernel, steps, padding, strict=True):
-        count = (size + 2 * pad - side) // step + 1
-        begin = torch.arange(count, device=x.device) * step - pad
-        places.append((begin + side).clamp(max=size) - begin.clamp(min=0))
-    return (places[0].unsqueeze(1) * places[1]).to(compute_dtype(x.dtype))
-
-
 def _tile(
     x: Tensor, kernel_size: Sequence[int], stride: Sequence[int], padding: Sequence[int]
 ) -> list[int] | None:
@@ -191,7 +111,7 @@ def _windows(
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
-) -> _Windows | None:
+) -> tuple[list[int], list[int], list[int]] | None:
     """Sides, steps and padding of the windows, two numbers each; ``None`` for windows that torch's kernels serve."""
     kernel = _pair(kernel_size)
     is_simple = _pair(dilation) == [1, 1] and kernel[0] * kernel[1] <= _MOST_PLACES

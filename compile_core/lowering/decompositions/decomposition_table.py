@@ -33,8 +33,6 @@ from gradsplit.compile_core.lowering.decompositions.decompose_pooling import (
     avg_pool2d_backward,
     max_pool2d,
     max_pool2d_backward,
-    padded_avg_pool2d,
-    padded_avg_pool2d_backward,
 )
 from gradsplit.compile_core.lowering.decompositions.embedding_gradients import embedding_dense_backward
 
@@ -410,8 +408,6 @@ _ON_GPUS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.convolution.default: convolution_layouts.convolution,
     aten.convolution_backward.default: convolution_layouts.convolution_backward,
     aten.view.default: convolution_layouts.view,
-    aten.avg_pool2d.default: padded_avg_pool2d,
-    aten.avg_pool2d_backward.default: padded_avg_pool2d_backward,
     aten.mm.default: thin_products.mm,
     aten.addmm.default: thin_products.addmm,
 }
