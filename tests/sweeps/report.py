@@ -11,7 +11,8 @@ from typing import Any
 
 from tests.sweeps.measure import OURS, TORCHS
 
-_SHOWN = 40
+_SHOWN = 25
+_WIDTH = 220
 _CAUSES = 12
 
 
@@ -67,11 +68,12 @@ def report(results: Sequence[dict[str, Any]], left: int = 0) -> str:
     reasons = [result["skipped"] for result in results if result["skipped"] and result["compiler"] == OURS]
     lines = [f"{len(pairs)} models ran, {len(reasons)} left out, {left} not begun"]
     lines += [f"  left out {count:4} {reason}" for reason, count in _grouped(reasons).most_common(6)]
+    lists: list[str] = []
     beside = [pair for pair in pairs if pair.both_run]
     lines.append(f"in one graph: {_whole(pair.ours for pair in pairs)}")
     lines.append(f"  of the {len(beside)} that both sides run: {_whole(pair.ours for pair in beside)}")
     lines.append(f"  torch.compile: {_whole(pair.torchs or {} for pair in beside)}")
-    lines += _listed(
+    lists += _listed(
         "more graphs than torch.compile",
         [
             f"{pair.name}: {pair.ours['graphs']} against {(pair.torchs or {})['graphs']}; "
@@ -88,7 +90,7 @@ def report(results: Sequence[dict[str, Any]], left: int = 0) -> str:
             f"values compared: {len(compared)} of {len(pairs)}, {exact} of them with float64; the median bound is "
             f"{statistics.median(widths):.2g} of a value, above 0.25 in {sum(width > 0.25 for width in widths)} models"
         )
-    lines += _listed(
+    lists += _listed(
         "further from plain PyTorch than the bound",
         [
             f"{pair.name}: {pair.ours['excess']:.3g} bounds, {pair.ours['worst']} (torch.compile: {_excess(pair)})"
@@ -97,14 +99,14 @@ def report(results: Sequence[dict[str, Any]], left: int = 0) -> str:
         ],
     )
     raised = [pair for pair in pairs if pair.ours["error"]]
-    lines += _listed(
+    lists += _listed(
         "raised",
         [
             f"{pair.name}: {pair.ours['error'][:160]} (torch.compile: {pair.torchs_error[:60] or 'runs'})"
             for pair in raised
         ],
     )
-    lines += _listed(
+    lists += _listed(
         "torch.compile raised, ours runs",
         [
             f"{pair.name}: {pair.torchs_error[:80]}"
@@ -113,10 +115,10 @@ def report(results: Sequence[dict[str, Any]], left: int = 0) -> str:
         ],
         shown=8,
     )
-    lines += _listed(
+    lists += _listed(
         "with torch's own kernels, or calls made again",
         [
-            f"{pair.name}: {pair.fallbacks[0][5:165]}{' (torch.compile raises)' if pair.torchs_error else ''}"
+            f"{pair.name}: {pair.fallbacks[0][5:165]} (torch.compile: {_graphs(pair)})"
             for pair in pairs
             if pair.fallbacks
         ],
@@ -131,8 +133,8 @@ def report(results: Sequence[dict[str, Any]], left: int = 0) -> str:
         slow = sorted(
             (pair for pair in beside if pair.compile_ratio > 1), key=lambda pair: -pair.compile_ratio
         )
-        lines += _listed("longer to compile than torch.compile", [_seconds(pair) for pair in slow])
-    return "\n".join([*lines, *_causes(pairs)])
+        lists += _listed("longer to compile than torch.compile", [_seconds(pair) for pair in slow])
+    return "\n".join([*lines, *(item[:_WIDTH] for item in lists), *_causes(pairs)])
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
@@ -153,8 +155,17 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 def _whole(sides: Iterable[dict[str, Any]]) -> str:
     sides = [*sides]
-    count = sum(side["graphs"] == 1 and not side["breaks"] and not side["error"] for side in sides)
+    count = sum(side["graphs"] == 1 and not _ends(side) and not side["error"] for side in sides)
     return f"{count} of {len(sides)} ({100 * count / max(len(sides), 1):.1f} %)"
+
+
+def _ends(side: dict[str, Any]) -> list[str]:
+    """Breaks but for graphs, or calls in them, that are in one graph and run with torch's own kernels."""
+    return [reason for reason in side["breaks"] if "torch's own kernels" not in reason]
+
+
+def _graphs(pair: Pair) -> str:
+    return pair.torchs_error[:40] or f"{(pair.torchs or {}).get('graphs', '-')} graphs"
 
 
 def _excess(pair: Pair) -> str:
