@@ -25,6 +25,7 @@ from gradsplit.compile_core.autograd.rewrites.pad_products import pad_products
 from gradsplit.compile_core.autograd.rewrites.random_to_counters import random_to_counters
 from gradsplit.compile_core.autograd.trace_joint import trace_joint
 from gradsplit.compile_core.autograd.tracing import random_decompositions
+from gradsplit.compile_core.ir.graphs import JointGraph, PartitionedGraph
 from gradsplit.compile_core.ir.loops import ExternCall, LoopProgram
 from gradsplit.compile_core.ir.regions import whole_schedule
 from gradsplit.compile_core.ir.schedule import Schedule
@@ -36,7 +37,10 @@ from gradsplit.compile_core.lowering.fusion.fuse import fuse
 from gradsplit.compile_core.lowering.fusion.join_columns import join_column_sums
 from gradsplit.compile_core.lowering.graph_to_loops.lower import lower
 from gradsplit.compile_core.lowering.tiling.tiling_split import split_reductions
-from gradsplit.compile_core.passes import CAPTURED_PASSES, GraphChoices
+from gradsplit.compile_core.observe.dump import StageDump
+from gradsplit.compile_core.observe.stage_times import timed
+from gradsplit.compile_core.options import CompileOptions
+from gradsplit.compile_core.passes import CAPTURED_PASSES, GraphChoices, run_passes
 from gradsplit.compile_core.runtime.take_memory import memory_to_take
 from tests.bench.gpu_training import MODELS as TUNED
 from tests.bench.sweep_models import MODELS as SWEPT
@@ -76,32 +80,43 @@ class Peak:
     held: list[tuple[str, TensorSpec]]
 
 
+def traced(module: torch.fx.GraphModule, examples: list[Any], chunk_bytes: int) -> JointGraph:
+    """A captured graph with its backward, as for a GPU."""
+    module = copy.deepcopy(module)
+    note_fake_values(module, examples)
+    choices = GraphChoices(makes_random_numbers=True, pads_products=True)
+    dump = StageDump(None, None)
+    program = run_passes(CAPTURED_PASSES, module, choices, dump, "captured", CompileOptions())
+    with torch.autocast("cpu", torch.bfloat16), timed("trace_joint"):
+        decompositions = {**decomposition_table("cpu"), **random_decompositions.DECOMPOSITIONS}
+        joint = trace_joint(program, examples, decompositions)
+    with timed("joint_passes"):
+        joint = chunk_rows(pad_products(random_to_counters(joint), True, "cpu"), chunk_bytes)
+    on_gpu(joint.module)
+    return joint
+
+
+def schedules(graph: PartitionedGraph) -> dict[str, Schedule]:
+    """The forward and the backward, one region each."""
+    assert graph.backward is not None
+    return {
+        "forward": whole_schedule("forward", graph.forward, {}, graph.num_outputs),
+        "backward": whole_schedule("backward", graph.backward),
+    }
+
+
 def peaks(
     module: torch.fx.GraphModule, examples: list[Any], chunk_bytes: int, budget: float
 ) -> dict[str, Peak]:
     """Those of the forward and of the backward."""
-    module = copy.deepcopy(module)
-    note_fake_values(module, examples)
-    for row in CAPTURED_PASSES:
-        module = row.run(module, GraphChoices(makes_random_numbers=True, pads_products=True))
-    with torch.autocast("cpu", torch.bfloat16):
-        decompositions = {**decomposition_table("cpu"), **random_decompositions.DECOMPOSITIONS}
-        joint = trace_joint(module, examples, decompositions)
-    joint = chunk_rows(pad_products(random_to_counters(joint), True, "cpu"), chunk_bytes)
-    on_gpu(joint.module)
+    joint = traced(module, examples, chunk_bytes)
     graph = partition(joint, budget)
-    assert graph.backward is not None
     given = [node for node in joint.module.graph.find_nodes(op="placeholder") if node.name in joint.primals]
     given_bytes = sum(node.meta["val"].nbytes for node in given)
-    found = {}
-    for part, module in (("forward", graph.forward), ("backward", graph.backward)):
-        schedule = (
-            whole_schedule(part, module, {}, graph.num_outputs)
-            if part == "forward"
-            else whole_schedule(part, module)
-        )
-        found[part] = _peak(*_loops(schedule), set(joint.primals), given_bytes)
-    return found
+    return {
+        part: _peak(*_loops(schedule), set(joint.primals), given_bytes)
+        for part, schedule in schedules(graph).items()
+    }
 
 
 def _loops(schedule: Schedule) -> tuple[LoopProgram, tuple[str, ...]]:
