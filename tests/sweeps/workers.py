@@ -82,7 +82,7 @@ def run_all(
     tasks: Sequence[Task], setting: Setting, resources: Resources, work: Work | None = None
 ) -> Iterator[dict[str, Any]]:
     """The results as dictionaries, as they come. Where ours of a model is among the tasks, the other compiler's waits
-    for it, and is left out where the model does not run."""
+    for it, and is left out where the model does not run; those come first whose ours is not one graph."""
     os.environ.update(_ENVIRONMENT)
     context = _context(setting.device)
     with_ours = {name for name, compiler in tasks if compiler == OURS}
@@ -105,7 +105,8 @@ def run_all(
                 _stop(one)
                 if (beside := (one.result.name, TORCHS)) in later and not one.result.skipped:
                     later.remove(beside)
-                    waiting.appendleft(beside)
+                    # Where ours is one graph, torch's cannot be fewer, and waits for all of ours.
+                    (waiting.append if one.result.graphs == 1 else waiting.appendleft)(beside)
                 yield asdict(one.result) | {"wall_s": round(time.monotonic() - one.started, 1)}
     finally:
         for one in running:
