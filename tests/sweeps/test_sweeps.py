@@ -100,6 +100,20 @@ def test_a_model_is_measured_within_bounds(compiler, probability, monkeypatch):
     assert last.excess is not None and last.excess <= 1 and 0 < last.width < 0.1
 
 
+class Told(nn.Module):
+    """Computes something else while it is compiled."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (3 if torch.compiler.is_compiling() else 2)
+
+
+def test_a_model_that_asks_whether_it_is_compiled():
+    told: list[Result] = []
+    case = Case("made/told", "told", lambda: (Told(), {"x": torch.randn(4)}))
+    measure(case, OURS, replace(ON_CPU, backend="eager"), lambda result: told.append(replace(result)))
+    assert told[-1].excess is not None and told[-1].excess > 1 and told[-1].excess_while_compiled == 0
+
+
 def test_what_is_too_far_is_reported():
     bounds = Bounds({"a": torch.tensor([1.0, 2.0])}, {"a": 0.01}, True)
     assert bounds.excess({"a": torch.tensor([1.0, 2.005])})[0] == pytest.approx(0.5, rel=1e-3)
@@ -109,10 +123,12 @@ def test_what_is_too_far_is_reported():
     ours = Result("made/one", OURS, graphs=2, excess=10.0, worst="a: 0.1 of 2", seconds=3.0)
     ours.breaks = {"log: a graph runs with torch's own kernels: why": 1}
     torchs = Result("made/one", TORCHS, graphs=1, seconds=2.0)
-    text = report([asdict(ours), asdict(torchs)])
+    as_told = Result("made/told", OURS, graphs=1, excess=2.0, excess_while_compiled=0.0)
+    text = report([asdict(as_told), asdict(ours), asdict(torchs)])
     for line in (
         "more graphs than torch.compile: 1",
         "further from plain PyTorch than the bound: 1",
+        "values within bounds: 1 of 2 that were compared, 0 of them with float64",
         "with torch's own kernels, or calls made again: 1",
         "  made/one: 3.0 against 2.0",
     ):

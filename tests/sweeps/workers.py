@@ -34,15 +34,7 @@ _ENVIRONMENT = {
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-_LOADED = (
-    "torch._dynamo",
-    "torch._inductor.compile_fx",
-    "transformers.modeling_utils",
-    "tests.sweeps.measure",
-    "tests.sweeps.transformers_cases",
-    "tests.sweeps.timm_cases",
-    "tests.sweeps.torchvision_cases",
-)
+_PRELOAD = "tests.sweeps.preload"
 # After the end of a sweep a process may take so long to finish.
 _GRACE_S = 30.0
 
@@ -120,7 +112,7 @@ def least_used(used: Sequence[str], cards: Sequence[str]) -> str:
 
 def _context(device: str) -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*_LOADED])
+    context.set_forkserver_preload([_PRELOAD])
     probe = context.Process(target=_probe, args=(device,))
     probe.start()
     probe.join()
@@ -193,9 +185,7 @@ def _child(work: Work, result: Result, setting: Setting, card: str, folder: str,
     os.environ["TRITON_CACHE_DIR"] = f"{folder}/triton"
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"
     warnings.simplefilter("ignore")
-    for name in _LOADED:  # neither side's compile time has it
-        with suppress(ImportError):
-            importlib.import_module(name)
+    importlib.import_module(_PRELOAD)
     work(result, setting, answers.send)
 
 
