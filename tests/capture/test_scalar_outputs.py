@@ -81,3 +81,43 @@ def integers(x):
 @pytest.mark.parametrize("program", [sizes, scale_factors, probabilities, slopes, branches, texts, integers])
 def test_where_more_than_elements_depends_on_one_the_graph_ends(program) -> None:
     check_same(program, lambda: (torch.randn(5, requires_grad=True),), fullgraph=False)
+
+
+COMPARED = {
+    "is": lambda flag, number: flag is True,
+    "equal": lambda flag, number: flag == True,  # noqa: E712
+    "number": lambda flag, number: flag == 1,
+    "unequal": lambda flag, number: (not flag) != False,  # noqa: E712
+    "two": lambda flag, number: flag is (number == 1.0),
+    "in": lambda flag, number: flag in (None, True),
+    "number in": lambda flag, number: number in [1.0, 5.0],
+    "tuple": lambda flag, number: (flag, 2) == (True, 2),
+    "tuple with number": lambda flag, number: (number, 2) == (1.0, 2),
+    "dictionary": lambda flag, number: {"a": number, "b": flag} == {"a": 1.0, "b": True},
+    "count": lambda flag, number: [number, flag].count(1.0) > 1,
+    "other kind": lambda flag, number: flag != "a" and number is not None and number != "a",
+}
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_what_depends_on_data_is_never_another_object_for_its_kind(name) -> None:
+    """A truth value or float of the graph compared as an item, or by identity: that it is no constant says nothing."""
+
+    def program(x):
+        return x * 2 if COMPARED[name](x.bool()[0].item(), x[0].item()) else x * 3
+
+    for first in (0.0, 1.0):
+        check_same(program, lambda first=first: (torch.tensor([first, 2.0]),), fullgraph=False)
+
+
+def matched(x):
+    match x.bool()[0].item(), x[0].item():
+        case (True, 1.0):
+            return x * 2
+        case _:
+            return x * 3
+
+
+def test_patterns_of_what_depends_on_data() -> None:
+    for first in (0.0, 1.0):
+        check_same(matched, lambda first=first: (torch.tensor([first, 2.0]),), fullgraph=False)

@@ -86,8 +86,3 @@ class ChangingText(OpaqueValue):
 
     def truth(self, state: CaptureState) -> bool:
         return self.settle(state).truth(state)
-
-
-def settled(state: CaptureState, value: Value) -> Value:
-    """A value that may be compared."""
-    return value.settle(state) if isinstance(value, ChangingText) else value

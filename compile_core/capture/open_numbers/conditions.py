@@ -32,6 +32,9 @@ class ConditionValue(Value):
     def describe(self) -> str:
         return f"the condition {self.number}, which depends on data"
 
+    def settle(self, state: CaptureState) -> Value:
+        return ConstantValue(self.truth(state))
+
     def graph_argument(self, state: CaptureState) -> Any:
         if self.node is not None:
             return state.graph.own_node(self.node)

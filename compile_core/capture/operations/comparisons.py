@@ -13,7 +13,7 @@ import numpy as np
 from gradsplit.compile_core.capture.numpy_arrays.arrays import ArrayValue, operate
 from gradsplit.compile_core.capture.object_model.functions import BoundMethodValue
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue
-from gradsplit.compile_core.capture.object_model.opaque import OpaqueValue, settled
+from gradsplit.compile_core.capture.object_model.opaque import OpaqueValue
 from gradsplit.compile_core.capture.open_numbers.scalars import compare_scalar
 from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import (
     SymbolicNumber,
@@ -49,7 +49,7 @@ COMPARE: dict[str, tuple[Callable[..., Any], str, str]] = {
 def compare(state: CaptureState, symbol: str, left: Value, right: Value) -> Value:
     """``left symbol right`` for one of COMPARE."""
     function, method, reflected = COMPARE[symbol]
-    left, right = settled(state, left), settled(state, right)
+    left, right = left.settle(state), right.settle(state)
     array = operate(state, function, left, right)
     if array is not None:
         return array
@@ -139,7 +139,7 @@ def _is_nan(state: CaptureState, value: Value) -> bool:
 
 def equal(state: CaptureState, left: Value, right: Value) -> bool:
     """``left == right`` where the answer is known, which it is not for tensors."""
-    left, right = settled(state, left), settled(state, right)
+    left, right = left.settle(state), right.settle(state)
     if any(issubclass(side.python_type(), np.dtype) for side in (left, right)):
         compared = operate(state, operator.eq, left, right)
         return compared is not None and compared.truth(state)
@@ -162,6 +162,9 @@ def equal(state: CaptureState, left: Value, right: Value) -> bool:
         return _equal_dicts(state, left, right)
     if _is_set(left) and _is_set(right):
         return set(as_set(state, left).members) == set(as_set(state, right).members)
+    scalar = compare_scalar(state, "==", operator.eq, left, right)
+    if scalar is not None:
+        return scalar.truth(state)
     if are_numbers(left, right):
         return compare_numbers(state, "==", operator.eq, left, right)
     if isinstance(left, IdentityValue) and isinstance(right, IdentityValue):
@@ -181,6 +184,8 @@ def equal(state: CaptureState, left: Value, right: Value) -> bool:
             raise _unknown(state, left, right)
     plain = (ConstantValue, SequenceValue, DictValue, SetValue)
     if isinstance(left, plain) != isinstance(right, plain):
+        if issubclass((right if isinstance(left, plain) else left).python_type(), _BY_VALUE):
+            raise _unknown(state, left, right)
         return False
     if isinstance(left, plain) and isinstance(right, plain) and type(left) is not type(right):
         return False
@@ -189,6 +194,8 @@ def equal(state: CaptureState, left: Value, right: Value) -> bool:
     raise _unknown(state, left, right)
 
 
+# Types whose objects may equal literals and containers, however the capture knows them.
+_BY_VALUE = (complex, float, int, str, bytes, list, tuple, dict, set, frozenset)
 # Built-in functions are equal if they are one, bound to one object.
 _BOUND_IN_C = (types.BuiltinFunctionType, types.MethodWrapperType)
 
@@ -227,7 +234,7 @@ def is_same(state: CaptureState, left: Value, right: Value) -> bool:
     """``left is right``."""
     if left is right:
         return True
-    left, right = settled(state, left), settled(state, right)
+    left, right = left.settle(state), right.settle(state)
     numbers = isinstance(left, SymbolicNumber) or isinstance(right, SymbolicNumber)
     if numbers and left.python_type() is not right.python_type():
         return False
@@ -245,9 +252,7 @@ def is_same(state: CaptureState, left: Value, right: Value) -> bool:
         return False
     if isinstance(left, ReferenceValue) and isinstance(right, ReferenceValue):
         return left.real is right.real
-    if isinstance(left, BoundMethodValue) != isinstance(right, BoundMethodValue):
-        return False
-    if isinstance(left, BoundMethodValue):
+    if isinstance(left, BoundMethodValue) and isinstance(right, BoundMethodValue):
         raise state.unsupported("identity", "`is` between methods")
     if isinstance(left, SequenceValue) and isinstance(right, SequenceValue) and issubclass(left.cls, tuple):
         # Python may make one object of equal literals, and two sources may lead to one object.
@@ -255,9 +260,6 @@ def is_same(state: CaptureState, left: Value, right: Value) -> bool:
         if right.cls is not left.cls or (any(made) and left.items and right.items):
             return False
         raise state.unsupported("identity", "`is` between tuples")
-    if isinstance(left, TensorValue) and isinstance(right, TensorValue) and left.source and right.source:
-        state.guards.distinct(left.source, right.source)
-        return False
     if left.source is not None and right.source is not None:
         state.guards.distinct(left.source, right.source)
     return False

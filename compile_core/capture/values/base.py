@@ -74,6 +74,10 @@ class Value:
         """A few words for error messages."""
         return f"a {self.python_type().__name__}"
 
+    def settle(self, state: CaptureState) -> Value:
+        """The object as it can be compared."""
+        return self
+
     def truth(self, state: CaptureState) -> bool:
         cls = self.python_type()
         if not hasattr(cls, "__bool__") and not hasattr(cls, "__len__"):
