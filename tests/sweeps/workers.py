@@ -1,7 +1,8 @@
 """The processes of a sweep: one for each model and compiler, so that none finds what another left in memory.
 
 They are forked from a process that has imported the libraries, where the device can be used after a fork; else each
-imports them anew. Each sees one card. A process that takes longer than the limit is killed, wherever it is stuck.
+imports them anew. Each sees one card and its share of the cores: compilers start as many processes as they may use. A
+process that takes longer than the limit is killed, wherever it is stuck.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tests.sweeps.cases import case_named
 from tests.sweeps.measure import OURS, TORCHS, Result, Setting, measure
@@ -38,6 +39,7 @@ _PRELOAD = "tests.sweeps.preload"
 # After the end of a sweep a process may take so long to finish.
 _GRACE_S = 30.0
 
+Share = TypeVar("Share")
 Task = tuple[str, str]
 """A model's name and a compiler."""
 Work = Callable[[Result, Setting, Callable[[Result], None]], None]
@@ -65,6 +67,7 @@ class _Running:
     process: Any
     answers: Connection
     card: str
+    cores: frozenset[int]
     folder: str
     started: float
     result: Result
@@ -81,14 +84,17 @@ def run_all(
     waiting = deque(task for task in tasks if task[1] == OURS or task[0] not in with_ours)
     later = set(tasks) - set(waiting)
     running: list[_Running] = []
+    cores = sorted(os.sched_getaffinity(0))
+    count = min(resources.workers, len(cores))
+    places = [frozenset(cores[place::count]) for place in range(count)]
     try:
         while waiting or running:
             now = time.monotonic()
             while waiting and len(running) < resources.workers and now < resources.end:
-                card = least_used([one.card for one in running], resources.cards)
-                running.append(
-                    _started(context, work or measure_named, Result(*waiting.popleft()), setting, card)
-                )
+                card = least_used([one.card for one in running], resources.cards or [""])
+                place = least_used([one.cores for one in running], places)
+                result = Result(*waiting.popleft())
+                running.append(_started(context, work or measure_named, result, setting, card, place))
             if not running or now > resources.end + _GRACE_S:
                 return
             wait([one.process.sentinel for one in running], 1.0)
@@ -105,9 +111,9 @@ def run_all(
             _stop(one)
 
 
-def least_used(used: Sequence[str], cards: Sequence[str]) -> str:
-    """The card with the fewest processes, the first of equals; "" without cards."""
-    return min(cards, key=used.count, default="")
+def least_used(used: Sequence[Share], shares: Sequence[Share]) -> Share:
+    """The card, or the cores, with the fewest processes, the first of equals."""
+    return min(shares, key=used.count)
 
 
 def _context(device: str) -> Any:
@@ -128,13 +134,15 @@ def _probe(device: str) -> None:
     torch.ones(2, device=device).sum().item()
 
 
-def _started(context: Any, work: Work, result: Result, setting: Setting, card: str) -> _Running:
+def _started(
+    context: Any, work: Work, result: Result, setting: Setting, card: str, cores: frozenset[int]
+) -> _Running:
     folder = tempfile.mkdtemp(prefix="sweep")
     mine, theirs = context.Pipe()
-    process = context.Process(target=_child, args=(work, result, setting, card, folder, theirs))
+    process = context.Process(target=_child, args=(work, result, setting, card, cores, folder, theirs))
     process.start()
     theirs.close()
-    return _Running(process, mine, card, folder, time.monotonic(), result)
+    return _Running(process, mine, card, cores, folder, time.monotonic(), result)
 
 
 def _has_ended(one: _Running, limit_s: float) -> bool:
@@ -174,8 +182,17 @@ def _stop(one: _Running) -> None:
     shutil.rmtree(one.folder, ignore_errors=True)
 
 
-def _child(work: Work, result: Result, setting: Setting, card: str, folder: str, answers: Connection) -> None:
+def _child(
+    work: Work,
+    result: Result,
+    setting: Setting,
+    card: str | None,
+    cores: frozenset[int],
+    folder: str,
+    answers: Connection,
+) -> None:
     os.setsid()
+    os.sched_setaffinity(0, cores)
     log = os.open(Path(folder, "log"), os.O_CREAT | os.O_WRONLY)
     os.dup2(log, 1)
     os.dup2(log, 2)
