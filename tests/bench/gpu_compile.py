@@ -54,6 +54,7 @@ def build_seconds(sources: Sequence[KernelSource], target: int, workers: int, fo
     """What it takes to compile kernels into an empty cache."""
     start_s = processor_seconds()
     build_triton._THREADS_BESIDE_OTHERS = workers
+    build_triton._workers.start(workers)  # as a compilation does before anything else
     targets = {source.device: ("cuda", target, 32) for source in sources}
     build_triton.compile_into_cache(sources, folder, targets)
     return processor_seconds() - start_s

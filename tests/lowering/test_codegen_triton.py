@@ -213,7 +213,7 @@ answers = os.dup(1)
 def note(event, arguments):
     if event == "open" and str(arguments[0]).endswith((".py.in", "libtriton.so")):
         opened[os.path.basename(arguments[0])] += 1
-path = sys.argv[1]
+path = sys.argv.pop()
 sys.addaudithook(note)
 runpy.run_path(path, run_name="__main__")
 os.write(answers, json.dumps(opened).encode())

@@ -25,9 +25,17 @@ for line in sys.stdin:
             Path(request["die_unless"]).touch()
         os.kill(os.getpid(), 9)
     time.sleep(request.get("sleep_s", 0))
-    print(json.dumps({"process": os.getpid(), "text": request.get("text")}), flush=True)
+    answer = {"process": os.getpid(), "parent": os.getppid(), "text": request.get("text")}
+    print(json.dumps(answer), flush=True)
     if request.get("leave"):
         break
+"""
+
+FORKS = """
+import sys
+from gradsplit.compile_core.lowering.triton_kernels.triton_compiler import _fork
+if len(sys.argv) > 1:
+    _fork(sys.argv[1:])
 """
 
 
@@ -36,6 +44,15 @@ def workers(tmp_path: Path) -> Iterator[CompileWorkers]:
     script = tmp_path / "worker.py"
     script.write_text(SCRIPT)
     workers = CompileWorkers(script)
+    yield workers
+    workers.close()
+
+
+@pytest.fixture
+def forks(tmp_path: Path) -> Iterator[CompileWorkers]:
+    script = tmp_path / "forks.py"
+    script.write_text(FORKS + SCRIPT)
+    workers = CompileWorkers(script, forks=True)
     yield workers
     workers.close()
 
@@ -55,18 +72,65 @@ def test_requests_of_several_threads_have_processes_of_their_own(workers: Compil
 
 def test_processes_that_were_started_ahead_answer(workers: CompileWorkers) -> None:
     workers.start(2)
-    started = [worker._process.pid for worker in workers._idle]
+    started = [worker.process.pid for worker in workers._idle]
     with ThreadPoolExecutor(3) as pool:
         answers = list(pool.map(workers.ask, [{"sleep_s": 0.5}] * 3))
     assert len(started) == 2 and {*started} < {answer["process"] for answer in answers}
 
 
+def test_those_that_are_started_together_are_forked(forks: CompileWorkers) -> None:
+    forks.start(3)
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(forks.ask, [{"sleep_s": 0.5}] * 4))
+    assert len({answer["process"] for answer in answers}) == 4
+    (group,) = forks._groups
+    assert sorted(answer["parent"] for answer in answers) == sorted([group.pid] * 3 + [os.getpid()])
+    forks.close()
+    assert group.returncode == 0 or group.returncode == -signal.SIGTERM
+    _wait_for_the_end(*(answer["process"] for answer in answers))
+
+
+def test_one_of_a_group_that_died_is_replaced(forks: CompileWorkers, tmp_path: Path) -> None:
+    forks.start(2)
+    answers = [forks.ask({"die_unless": str(tmp_path / "once")}), forks.ask({})]
+    assert [answer["parent"] == forks._groups[0].pid for answer in answers] == [False, True]
+    with pytest.raises(CompileError, match="the process that compiles died"):
+        forks.ask({"die_unless": "/proc/no/file/can/be/made/here"})
+
+
+def test_a_group_of_which_one_hangs_is_ended(forks: CompileWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
+    forks.start(2)
+    members = [forks.ask({})["process"], forks.ask({})["process"]]
+    monkeypatch.setattr(compile_workers, "_ANSWER_TIMEOUT_S", 0.2)
+    with pytest.raises(CompileError, match=r"no answer in 0 s"):
+        forks.ask({"sleep_s": 60})
+    _wait_for_the_end(*members)
+    monkeypatch.undo()
+    assert forks.ask({"text": "yes"})["text"] == "yes"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_group_ends_with_the_process_that_started_it(forks: CompileWorkers) -> None:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        forks.start(2)
+        os.write(writer, f"{forks.ask({})['process']} {forks.ask({})['process']}".encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    processes = [int(process) for process in os.read(reader, 100).split()]
+    os.close(reader)
+    os.close(writer)
+    assert len({*processes}) == 2
+    _wait_for_the_end(*processes)
+
+
 def test_those_that_left_do_not_count_as_started(workers: CompileWorkers) -> None:
     left = workers.ask({"leave": True})["process"]
     for worker in workers._idle:
-        worker._process.wait(10)
+        worker.process.wait(10)
     workers.start(1)
-    assert [worker._process.pid == left for worker in workers._idle] == [False]
+    assert [worker.process.pid == left for worker in workers._idle] == [False]
 
 
 def test_a_process_that_died_is_replaced(workers: CompileWorkers, tmp_path: Path) -> None:
@@ -115,11 +179,15 @@ def test_processes_end_with_the_one_that_started_them(workers: CompileWorkers, t
     process = int(os.read(reader, 100))
     os.close(reader)
     os.close(writer)
+    _wait_for_the_end(process)
+
+
+def _wait_for_the_end(*processes: int) -> None:
     for _ in range(200):
-        if not _is_running(process):
+        if not any(map(_is_running, processes)):
             return
         time.sleep(0.05)
-    pytest.fail("the worker outlives the process that started it")
+    pytest.fail("a worker outlives the process that started it")
 
 
 def _is_running(process: int) -> bool:

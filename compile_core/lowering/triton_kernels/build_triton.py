@@ -52,7 +52,7 @@ GpuTarget = tuple[str, int, int]
 
 # Everything of a source but its name -> launcher. The text alone is not the kernel: Triton's types are in ``pointers``.
 _loaded: dict[KernelSource, BuiltKernel] = {}
-_workers = CompileWorkers(Path(triton_compiler.__file__))
+_workers = CompileWorkers(Path(triton_compiler.__file__), forks=True)
 
 
 def start_triton(

@@ -11,9 +11,11 @@ import itertools
 import json
 import os
 import select
+import signal
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -150,5 +152,35 @@ def _serve() -> None:
             gc.collect()
 
 
+def _fork(pairs: Sequence[str]) -> None:
+    """Becomes a process for each pair of descriptors, "requests,answers", which has them as its input and output, and
+    returns there; the process itself waits until these have ended, and ends them when it is told to end."""
+    wanted = [tuple(map(int, pair.split(","))) for pair in pairs]
+    forked = []
+    for requests, answers in wanted:
+        forked.append(os.fork())
+        if forked[-1] == 0:
+            os.dup2(requests, 0)
+            os.dup2(answers, 1)
+        if forked[-1] == 0 or len(forked) == len(wanted):
+            for descriptor in itertools.chain(*wanted):
+                os.close(descriptor)
+        if forked[-1] == 0:
+            return
+
+    def end(*_: Any) -> None:
+        for process in forked:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+    signal.signal(signal.SIGTERM, end)
+    for process in forked:
+        os.waitpid(process, 0)
+    os._exit(0)
+
+
 if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        _prelude(is_nvidia=True)
+        _fork(sys.argv[1:])
     _serve()
