@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradsplit
 from gradsplit import CompileError
+from gradsplit.compile_core.autograd.captured_graphs import joined_linears
 from gradsplit.distributed import inspect_ddp
 from tests.multi_process.ddp_harness import (
     DEVICE,
@@ -337,6 +339,27 @@ def convolutions_that_are_channels_last() -> None:
         )
         train((stock, compiled), exact=backend == "aot_eager")
         check_stored(stock, compiled)
+
+
+@case("cpu")
+def layers_of_one_input() -> None:
+    """They are one product, as on a GPU; each parameter's gradient is reduced as one of its own."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up, self.down = nn.Linear(16, 8), nn.Linear(16, 8, bias=False), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(self.gate(x).tanh() * self.up(x))
+
+    gain = mock.Mock(return_value=True)
+    with mock.patch.object(joined_linears, "gain", gain):
+        for options in ({}, {"bucket_cap_mb": 0.0003}, {"gradient_as_bucket_view": True}):
+            stock, compiled = pair(Gated, **options)
+            check_steps(stock, compiled, exact=False)
+            check_stored(stock, compiled)
+    assert gain.called
 
 
 @case("cpu")
