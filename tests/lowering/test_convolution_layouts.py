@@ -94,19 +94,21 @@ def test_a_bias_is_added_after_the_convolution(convolve, dims, dtype):
     bias = torch.randn(4).to(dtype).requires_grad_()
 
     def biased(x, weight, bias):
-        return torch.relu(convolve(x, weight, bias, stride=2))
+        return convolve(x, weight, bias, stride=2) * 2
 
     arguments = [x, weight, bias]
     joint = trace_joint(captured(biased), fakes(arguments), decomposition_table("cuda"))
     calls = joint.module.graph.find_nodes(op="call_function", target=aten.convolution.default)
     assert [call.args[2] for call in calls] == [None]
     with torch.no_grad():
-        result, grad_bias = joint.module(*arguments, tangent := torch.randn_like(biased(*arguments)))
-    expected = biased(*arguments)
+        expected = biased(*arguments)
+        result, grad_bias = joint.module(*arguments, tangent := torch.randn_like(expected))
     tolerance = 1e-5 if dtype == torch.float32 else 0.06
-    assert_same(result, expected.detach(), atol=tolerance, rtol=tolerance)
-    expected.backward(tangent)
-    assert_same(grad_bias, bias.grad, atol=tolerance * 8, rtol=tolerance)
+    assert_same(result, expected, atol=tolerance, rtol=tolerance)
+    # Some versions of torch add up bfloat16 in bfloat16 here.
+    exact = tangent.double().mul(2).movedim(1, 0).flatten(1)
+    allowed = torch.finfo(dtype).eps * exact.abs().sum(1)
+    assert ((grad_bias.double() - exact.sum(1)).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("transposed", [False, True])
