@@ -13,7 +13,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.nn.functional import scaled_dot_product_attention
 
-from gradsplit.compile_core.autograd.captured_graphs.replace_calls import copy_module, traced_bodies
+from gradsplit.compile_core.autograd.captured_graphs.calls import call_arguments, call_name
+from gradsplit.compile_core.autograd.captured_graphs.replace_calls import copy_module, rewrite_with_bodies
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec, in_memory_order
 
 _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -41,7 +42,7 @@ def is_attention(node: Node) -> bool:
 
 def attention_arguments(node: Node) -> dict[str, Any]:
     """The arguments of a call of attention by their names."""
-    return {**dict(zip(_PARAMETERS, node.args, strict=False)), **node.kwargs}
+    return call_arguments(node, _PARAMETERS)
 
 
 def with_arguments(module: GraphModule, changes: Mapping[Node, Mapping[str, Any]]) -> GraphModule:
@@ -65,22 +66,18 @@ def change_attention(module: GraphModule, changes_of: Callable[[Node], Mapping[s
     Args:
         changes_of: the arguments of ``attention_laid_out`` that differ from those of a call.
     """
-    changes = {node: changes_of(node) for node in module.graph.nodes if is_attention(node)}
-    changes = {node: changed for node, changed in changes.items() if changed}
-    bodies = {name: change_attention(body, changes_of) for name, body in traced_bodies(module)}
-    if not changes and all(body is getattr(module, name) for name, body in bodies.items()):
-        return module
-    changed_module = with_arguments(module, changes)
-    for name, body in bodies.items():
-        setattr(changed_module, name, body)
-    changed_module.recompile()
-    return changed_module
+
+    def change_own(module: GraphModule) -> GraphModule:
+        changes = {node: changes_of(node) for node in module.graph.nodes if is_attention(node)}
+        changes = {node: changed for node, changed in changes.items() if changed}
+        return with_arguments(module, changes) if changes else module
+
+    return rewrite_with_bodies(module, change_own)
 
 
 def _erase_unread(node: Node) -> None:
     """Erases what repeated an argument and is read by nothing any more."""
-    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    if node.users or name not in _REPETITIONS:
+    if node.users or call_name(node) not in _REPETITIONS:
         return
     sources = node.all_input_nodes
     node.graph.erase_node(node)

@@ -19,7 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from gradsplit.compile_core.autograd.captured_graphs.calls import call_arguments
 from gradsplit.compile_core.autograd.captured_graphs.replace_calls import copy_module
+from gradsplit.compile_core.autograd.captured_graphs.static_tensors import is_unchanged
 from gradsplit.compile_core.ir.tensor_spec import compute_dtype
 
 
@@ -54,7 +56,7 @@ def fold_batch_norms(module: GraphModule, held: Set[int]) -> GraphModule:
         held: positions of the inputs that stay as they are between calls.
     """
     inputs = [node for k, node in enumerate(module.graph.find_nodes(op="placeholder")) if k in held]
-    constants = {node for node in inputs if _is_unchanged(node)}
+    constants = {node for node in inputs if is_unchanged(node.meta["example_value"])}
     found = [node for node in module.graph.nodes if _is_foldable(node, constants)]
     if not found:
         return module
@@ -98,13 +100,13 @@ def _scale(variance: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
 def _is_foldable(node: Node, constants: Set[Node]) -> bool:
     if node.target is not F.batch_norm:
         return False
-    norm = _arguments(node, _NORM)
+    norm = call_arguments(node, _NORM)
     layer = norm["input"]
     if norm.get("training", False) is not False or not isinstance(layer, Node):
         return False
     if layer.target not in _LAYERS or len(layer.users) != 1:
         return False
-    rule, given = _LAYERS[layer.target], _arguments(layer, _LAYERS[layer.target].parameters)
+    rule, given = _LAYERS[layer.target], call_arguments(layer, _LAYERS[layer.target].parameters)
     if rule is _TRANSPOSED and given.get("groups", 1) != 1:
         return False
     statistics = norm.get("running_mean"), norm.get("running_var")
@@ -124,14 +126,14 @@ def _is_foldable(node: Node, constants: Set[Node]) -> bool:
 
 def _trains(user: Node) -> bool:
     """Whether it may change the statistics that it reads, which counts as no change."""
-    return user.target is not F.batch_norm or _arguments(user, _NORM).get("training", False) is not False
+    return user.target is not F.batch_norm or call_arguments(user, _NORM).get("training", False) is not False
 
 
 def _fold(node: Node) -> None:
-    norm, layer = _arguments(node, _NORM), node.args[0]
+    norm, layer = call_arguments(node, _NORM), node.args[0]
     assert isinstance(layer, Node)
     rule = _LAYERS[layer.target]
-    given = _arguments(layer, rule.parameters)
+    given = call_arguments(layer, rule.parameters)
     variance, gamma, eps = norm["running_var"], norm.get("weight"), norm.get("eps", 1e-5)
     weight, dtype = given["weight"], given["weight"].meta["example_value"].dtype
     with node.graph.inserting_before(layer):
@@ -146,12 +148,3 @@ def _fold(node: Node) -> None:
     layer.meta["example_value"] = node.meta["example_value"]
     node.replace_all_uses_with(layer)
     node.graph.erase_node(node)
-
-
-def _arguments(node: Node, names: tuple[str, ...]) -> dict[str, Any]:
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-
-
-def _is_unchanged(node: Node) -> bool:
-    example = node.meta["example_value"]
-    return not example.is_inference() and example._version == 0

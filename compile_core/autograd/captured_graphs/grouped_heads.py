@@ -18,6 +18,7 @@ from gradsplit.compile_core.autograd.captured_graphs.attention_calls import (
     attention_arguments,
     change_attention,
 )
+from gradsplit.compile_core.autograd.captured_graphs.calls import call_arguments, call_name
 from gradsplit.compile_core.autograd.captured_graphs.static_tensors import unchanged_tensor
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
@@ -77,16 +78,20 @@ def _before_repetition(node: Node) -> Node | None:
     """
     if unchanged_tensor(node) is None:
         return None
-    name = _name(node)
+    name = call_name(node)
     if name == "repeat_interleave":
-        given = {**dict(zip(("input", "repeats", "dim"), node.args, strict=False)), **node.kwargs}
+        given = call_arguments(node, ("input", "repeats", "dim"))
         source, repeats = given.get("input"), given.get("repeats")
         is_plain = type(repeats) is int and given.get("dim") in (1, -3)
         return source if is_plain and isinstance(source, Node) and _is_tensor(source, 4) else None
     if name not in _RESHAPES or not isinstance(node.args[0], Node):
         return None
     expanded = node.args[0]
-    if not _is_tensor(expanded, 5) or _name(expanded) != "expand" or not isinstance(expanded.args[0], Node):
+    if (
+        not _is_tensor(expanded, 5)
+        or call_name(expanded) != "expand"
+        or not isinstance(expanded.args[0], Node)
+    ):
         return None
     one = expanded.args[0]
     source = one.args[0] if one.args else None
@@ -112,7 +117,3 @@ def _is_tensor(node: Node, dims: int) -> bool:
 
 def _shape(node: Node) -> tuple[int, ...]:
     return tuple(node.meta["example_value"].shape)
-
-
-def _name(node: Node) -> str:
-    return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")

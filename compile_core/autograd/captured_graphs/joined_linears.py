@@ -25,7 +25,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from gradsplit.compile_core.autograd.captured_graphs.attention_calls import is_attention
-from gradsplit.compile_core.autograd.captured_graphs.replace_calls import copy_module, traced_bodies
+from gradsplit.compile_core.autograd.captured_graphs.calls import call_arguments, call_name
+from gradsplit.compile_core.autograd.captured_graphs.replace_calls import copy_module, rewrite_with_bodies
 from gradsplit.compile_core.autograd.captured_graphs.static_tensors import unchanged_tensor
 from gradsplit.compile_core.ir.tensor_spec import HALF_FLOATS
 
@@ -42,17 +43,17 @@ _LAYOUT_READERS = frozenset({"as_strided", "data", "set_"})
 
 def join_linears(module: GraphModule) -> GraphModule:
     """The captured graph with such layers joined, also in its bodies; ``module`` itself stays as it is."""
+    return rewrite_with_bodies(module, _join_own)
+
+
+def _join_own(module: GraphModule) -> GraphModule:
     joined = [nodes for nodes in _groups(module) if _is_worth(nodes)]
-    bodies = {name: join_linears(body) for name, body in traced_bodies(module)}
-    if not joined and all(body is getattr(module, name) for name, body in bodies.items()):
+    if not joined:
         return module
     changed = copy_module(module)
     copies = dict(zip(module.graph.nodes, changed.graph.nodes, strict=True))
     for nodes in joined:
         _join([copies[node] for node in nodes])
-    for name, body in bodies.items():
-        setattr(changed, name, body)
-    changed.recompile()
     return changed
 
 
@@ -103,7 +104,7 @@ def _joins_by(node: Node) -> Any:
 
 
 def _arguments(node: Node) -> tuple[Any, Any, Any]:
-    given = {**dict(zip(("input", "weight", "bias"), node.args, strict=False)), **node.kwargs}
+    given = call_arguments(node, ("input", "weight", "bias"))
     return given["input"], given["weight"], given.get("bias")
 
 
@@ -153,9 +154,7 @@ def _called(view: Node, laid_out: Any) -> Any:
 
 def _name(node: Node) -> str:
     """Of the method, function or attribute."""
-    if node.target is getattr:
-        return str(node.args[1])
-    return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return str(node.args[1]) if node.target is getattr else call_name(node)
 
 
 def _is_torchs(node: Node) -> bool:

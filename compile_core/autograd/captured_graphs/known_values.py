@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradsplit.compile_core.autograd.captured_graphs.static_tensors import is_unchanged
 from gradsplit.compile_core.autograd.operators.graph_nodes import ancestors
 from gradsplit.compile_core.ir.higher_order import CHECKPOINTS
 from gradsplit.compile_core.torch_facts.thread_state import DisableTorchFunction, disable_current_modes
@@ -97,7 +98,7 @@ def _changed_memory(module: GraphModule) -> set[int]:
     changed: set[int] = set()
     for node in module.graph.nodes:
         example = node.meta.get("example_value")
-        if isinstance(example, Tensor) and (example.is_inference() or example._version):
+        if isinstance(example, Tensor) and not is_unchanged(example):
             changed.add(_storage(example))
         # A checkpoint's body changes nothing: that is refused.
         bodies = any(source.op == "get_attr" for source in node.all_input_nodes)

@@ -16,16 +16,35 @@ def replace_calls(module: GraphModule, replacements: Mapping[Any, Callable[..., 
 
     The bodies of control flow that data decide stay as they are: they are traced apart.
     """
-    if not any(_is_replaced(node, replacements) for inner in _graphs(module) for node in inner.graph.nodes):
-        return module
-    replaced = copy_module(module)
-    for node in replaced.graph.nodes:
-        if _is_replaced(node, replacements):
-            node.target = replacements[node.target]
-    for name, body in traced_bodies(module):
-        setattr(replaced, name, replace_calls(body, replacements))
-    replaced.recompile()
-    return replaced
+
+    def replace_own(module: GraphModule) -> GraphModule:
+        if not any(_is_replaced(node, replacements) for node in module.graph.nodes):
+            return module
+        replaced = copy_module(module)
+        for node in replaced.graph.nodes:
+            if _is_replaced(node, replacements):
+                node.target = replacements[node.target]
+        return replaced
+
+    return rewrite_with_bodies(module, replace_own)
+
+
+def rewrite_with_bodies(module: GraphModule, rewrite: Callable[[GraphModule], GraphModule]) -> GraphModule:
+    """``module`` rewritten, and with it the bodies that are traced as part of it; itself where nothing changes.
+
+    Args:
+        rewrite: makes a changed copy of a module, its bodies aside, or gives it back as it is.
+    """
+    rewritten = rewrite(module)
+    bodies = {name: (body, rewrite_with_bodies(body, rewrite)) for name, body in traced_bodies(module)}
+    changed = {name: after for name, (before, after) in bodies.items() if after is not before}
+    if changed and rewritten is module:
+        rewritten = copy_module(module)
+    for name, body in changed.items():
+        setattr(rewritten, name, body)
+    if rewritten is not module:
+        rewritten.recompile()
+    return rewritten
 
 
 def traced_bodies(module: GraphModule) -> list[tuple[str, GraphModule]]:
@@ -42,10 +61,6 @@ def copy_module(module: GraphModule) -> GraphModule:
     copied = copy.copy(module)
     copied.graph = copy.deepcopy(module.graph)
     return copied
-
-
-def _graphs(module: GraphModule) -> list[GraphModule]:
-    return [inner for inner in module.modules() if isinstance(inner, GraphModule)]
 
 
 def _is_replaced(node: Node, replacements: Mapping[Any, Callable[..., Any]]) -> bool:

@@ -19,6 +19,11 @@ def static_tensor(given: Any) -> Tensor | None:
 
 
 def unchanged_tensor(given: Any) -> Tensor | None:
-    """The same if nothing changes it in place, as far as is known: tensors of inference mode count no versions."""
+    """The same if nothing changes it in place."""
     example = static_tensor(given)
-    return None if example is None or example.is_inference() or example._version else example
+    return example if example is not None and is_unchanged(example) else None
+
+
+def is_unchanged(example: Tensor) -> bool:
+    """Whether nothing changes it in place, as far as is known: tensors of inference mode count no versions."""
+    return not example.is_inference() and example._version == 0
