@@ -183,10 +183,9 @@ def _as_input(args: tuple[Any, ...], loss: Tensor) -> Tensor:
 
 def _elementwise(args: tuple[Any, ...], result: Tensor) -> Tensor:
     """As all kernels of two tensors lie that walk over elements, on every device; forms in Python take turns."""
-    numbers = all(
-        not isinstance(value, Tensor) for value in args[:2]
-    )  # torch.div(7, 2) is a tensor without dims
-    return result if numbers else _as(torch.eq(args[0], args[1]), result)
+    if not any(isinstance(value, Tensor) for value in args[:2]):
+        return result  # torch.div(7, 2) is a tensor without dims
+    return _as(torch.eq(args[0], args[1]), result)
 
 
 def _as(other: Tensor, result: Tensor) -> Tensor:

@@ -116,15 +116,19 @@ class GuardSet:
         if any(kind is not str for kind in kinds):
             self.add([source], "tuple(map(type, {0})) == {c0}", [kinds], kinds_text)
 
-    def absent(self, source: Source, key: Any, no: str = "not ") -> None:
+    def absent(self, source: Source, key: Any) -> None:
+        self._held(source, key, False)
+
+    def present(self, source: Source, key: Any) -> None:
+        self._held(source, key, True)
+
+    def _held(self, source: Source, key: Any, is_held: bool) -> None:
+        no = "" if is_held else "not "
         text = f"{key!r} {no}in {source}"
         if isinstance(source, ContentSource):
             self.add([source], no + "dict.__contains__({0}, {c0})", [key], text)
         else:
-            self.add([source], f"{{c0}} {no}in {{0}}", [key], text, "absent" if no else "present")
-
-    def present(self, source: Source, key: Any) -> None:
-        self.absent(source, key, "")
+            self.add([source], f"{{c0}} {no}in {{0}}", [key], text, "present" if is_held else "absent")
 
     def absent_object(self, source: Source, key: Source) -> None:
         self.add([source, key], "{1} not in {0}", [], f"{key} not in {source}")

@@ -103,12 +103,9 @@ def _own_test(state: CaptureState, wanted: type, name: str, value: Value) -> boo
     """What a metaclass of the program or of a library says; None where Python's own test, an ABC's, or a protocol's
     is in place."""
     if isinstance(wanted, _NAMED_CLASSES):
-        own = (
-            value.real
-            if isinstance(value, ClassValue) and name == "__subclasscheck__"
-            else value.python_type()
-        )
-        return _is_subclass(state, own, wanted.__origin__)
+        if isinstance(value, ClassValue) and name == "__subclasscheck__":
+            return _is_subclass(state, value.real, wanted.__origin__)
+        return _is_subclass(state, value.python_type(), wanted.__origin__)
     meta = type(wanted)
     owner, entry = find_class_entry(state, meta, name)
     if owner in (None, type, abc.ABCMeta):

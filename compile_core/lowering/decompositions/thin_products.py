@@ -26,10 +26,8 @@ def mm(left: Tensor, right: Tensor) -> Any:
 
 def addmm(summand: Tensor, left: Tensor, right: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
     """Decomposition of ``aten.addmm``, likewise."""
-    total = _sum(left, right)
-    if total is None or (beta, alpha) != (1, 1):
-        return NotImplemented
-    return (total + summand).to(left.dtype)
+    total = _sum(left, right) if (beta, alpha) == (1, 1) else None
+    return NotImplemented if total is None else (total + summand).to(left.dtype)
 
 
 def _sum(left: Tensor, right: Tensor) -> Tensor | None:

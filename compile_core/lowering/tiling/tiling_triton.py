@@ -175,8 +175,12 @@ def _may_load_ahead(nest: LoopNest) -> bool:
         and rows // _AHEAD_COLUMNS >= _WANTED_PROGRAMS
         and length >= _BLOCKS_IN_FLIGHT * _AHEAD_ROWS
         and bytes_of_block * (_BLOCKS_IN_FLIGHT - 1) <= _BYTES_IN_FLIGHT
-        and sum(step.walks for step in analyse(nest, 0).passes) == 1
+        and _walks_once(nest)
     )
+
+
+def _walks_once(nest: LoopNest) -> bool:
+    return sum(step.walks for step in analyse(nest, 0).passes) == 1
 
 
 def _live_values(nest: LoopNest) -> int:
@@ -196,12 +200,9 @@ def _tile_of_both_sides(nest: LoopNest) -> GpuTiling:
     of what lies across would be a sector of its own."""
     parallel = parallel_axes(nest)
     whole = power_of_two(prod(nest.extents[parallel:]))
-    is_one_walk = sum(step.walks for step in analyse(nest, 0).passes) == 1
-    sides = () if is_one_walk else (_BOTH_SIDES, _LEAST_OF_BOTH_SIDES)
-    fitting = [side for side in sides if whole * side * _live_values(nest) <= _LARGEST_BUDGET]
-    x_block, r_block = fitting[0] if fitting else _BOTH_SIDES, whole
-    if not fitting:
-        r_block = min(whole, _REDUCTION_TILE // _BOTH_SIDES)
+    sides = () if _walks_once(nest) else (_BOTH_SIDES, _LEAST_OF_BOTH_SIDES)
+    fitting = ((side, whole) for side in sides if whole * side * _live_values(nest) <= _LARGEST_BUDGET)
+    x_block, r_block = next(fitting, (_BOTH_SIDES, min(whole, _REDUCTION_TILE // _BOTH_SIDES)))
     x_block = min(x_block, power_of_two(nest.extents[parallel - 1]))
     warps = max(1, min(16, power_of_two(x_block * r_block) // 256))
     rows = tuple(range(parallel - 1))

@@ -162,11 +162,11 @@ def _fork(pairs: Sequence[str]) -> None:
         if forked[-1] == 0:
             os.dup2(requests, 0)
             os.dup2(answers, 1)
-        if forked[-1] == 0 or len(forked) == len(wanted):
-            for descriptor in itertools.chain(*wanted):
-                os.close(descriptor)
-        if forked[-1] == 0:
-            return
+            break
+    for descriptor in itertools.chain(*wanted):
+        os.close(descriptor)
+    if forked[-1] == 0:
+        return
 
     def end(*_: Any) -> None:
         for process in forked:
