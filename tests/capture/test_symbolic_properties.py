@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from gradsplit.compile_core.capture.guards.source_writer import compile_function
@@ -63,6 +63,7 @@ def run(function: Any, rows: int, columns: int, n: int) -> tuple[Any, ...]:
         return type(error).__name__, kept
 
 
+@example(["y = x * (((rows // 2) // -4) % 11)", "n = (rows // 2) // -4"], None)
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
 )

@@ -252,7 +252,10 @@ def binary_number(
         return fold(state, function, [left, right], {})
     assert isinstance(left, ConstantValue) and isinstance(right, ConstantValue)
     if _is_int(left) and _is_int(right) and symbol != "/" and not _is_float_power(symbol, right):
-        return state.from_constant(function(_number(left), _number(right)))
+        # Torch makes one of nested quotients, which is right for positive divisors alone.
+        turns = symbol == "//" and compare_numbers(state, "<", operator.lt, right, ConstantValue(0))
+        numbers = (-_number(side) if turns else _number(side) for side in (left, right))
+        return state.from_constant(function(*numbers))
     number = None
     is_known = any(isinstance(operand, SymbolicNumber) and operand.is_known for operand in (left, right))
     if is_known or (symbol == "**" and not _is_int(left)):

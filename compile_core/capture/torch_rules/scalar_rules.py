@@ -59,9 +59,8 @@ def _item(state: CaptureState, tensor: TensorValue, *args: Value, **kwargs: Valu
         return _truth(state, tensor)
     if reads_scalars(state, tensor):
         return read_scalar(state, tensor)
-    return (
-        state.call_tensor_op("call_method", "item", [tensor], {}) if _reads_symbols(state, tensor) else None
-    )
+    is_read = _reads_symbols(state, tensor)
+    return state.call_tensor_op("call_method", "item", [tensor], {}) if is_read else None
 
 
 @method_rule("__bool__")
