@@ -425,6 +425,28 @@ def transpose(rows: int = 45, columns: int = 70) -> Case:
     return b.nest("transpose"), b.buffers
 
 
+def transposed_parts(parts: int = 5, rows: int = 33, columns: int = 49) -> Case:
+    """Each of several matrices, as the keys of windows are."""
+    b = NestBuilder((parts, rows, columns))
+    b.buffer("x", (parts, columns, rows))
+    b.buffer("y", (parts, rows, columns))
+    b.store("y", (0, 1, 2), b.load("x", (0, 2, 1)))
+    return b.nest("transposed_parts"), b.buffers
+
+
+def turned_pairs(rows: int = 40, pairs: int = 33) -> Case:
+    """Neighbours in pairs, by an angle a pair, as rotary positions turn them; stored along rows and across them."""
+    b = NestBuilder((rows, pairs, 2))
+    b.buffer("angle", (rows, pairs))
+    b.buffer("x", (rows, pairs, 2))
+    b.buffer("y", (rows, pairs, 2))
+    b.buffer("z", (pairs, 2, rows))
+    turned = b.apply("mul", b.load("x", (0, 1, 2)), b.load("angle", (0, 1)))
+    b.store("y", (0, 1, 2), turned)
+    b.store("z", (1, 2, 0), turned)
+    return b.nest("turned_pairs"), b.buffers
+
+
 def arg_extremum(operation: str = "argmax", rows: int = 6, columns: int = 40, dim: int = 1) -> Case:
     extents = (rows, columns) if dim == 1 else (columns, rows)
     b = NestBuilder(extents, 1)
@@ -622,6 +644,9 @@ HAND_WRITTEN = {
     "transpose": transpose(),
     "transpose_three_columns": transpose(3, 1100),
     "transpose_three_rows": transpose(600, 3),
+    "transposed_parts": transposed_parts(),
+    "transposed_parts_of_whole_blocks": transposed_parts(3, 64, 49),
+    "turned_pairs": turned_pairs(),
     "argmax": arg_extremum(),
     "argmin": arg_extremum("argmin"),
     "argmax_columns": arg_extremum(dim=0),

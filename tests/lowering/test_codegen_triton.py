@@ -41,7 +41,9 @@ from tests.lowering.codegen_nests import (
     softmax,
     total,
     transpose,
+    transposed_parts,
     transposed_sums,
+    turned_pairs,
     words_and_bias,
 )
 from tests.lowering.codegen_operations import OPERATIONS
@@ -226,6 +228,10 @@ def test_tiles_follow_the_shape() -> None:
 
     assert tiling(layer_norm(4096, 1024)).persistent
     assert tiling(layer_norm(4096, 1024)).r_block == 1024
+    assert tiling(layer_norm(4096, 1024)).num_warps == 1
+    assert tiling(layer_norm(64, 1024)).num_warps == 4  # few programs
+    assert tiling(softmax(4096, 1024)).num_warps == 1
+    assert tiling(softmax(100_000, 24)).num_warps == 4  # many rows in a program
     assert not tiling(softmax(64, 200_000)).persistent
     columns = tiling(column_sums(4096, 768))
     assert (columns.persistent, columns.x_block) == (False, 32)
@@ -248,6 +254,12 @@ def test_tiles_follow_the_shape() -> None:
     assert (few.persistent, few.x_block) == (True, 8)
     assert tiling(transpose(512, 512)).y_axes
     assert not tiling(residual_add((512, 512))).y_axes
+    # Blocks end where rows do, on the side that allows it.
+    parts = tiling(transposed_parts(512, 96, 49))
+    assert (parts.x_axes, parts.y_axes, parts.x_block, parts.y_block) == ((2,), (0, 1), 32, 32)
+    assert tiling(transposed_parts(512, 97, 64)).y_axes == (1,)
+    pairs = tiling(turned_pairs(1024, 32))
+    assert (pairs.x_axes, pairs.y_axes, pairs.x_block) == ((1, 2), (0,), 32)
     assert tiling(total((10, 7))).persistent
 
 

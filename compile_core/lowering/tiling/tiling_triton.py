@@ -10,6 +10,7 @@ along a side of the tile.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -25,6 +26,9 @@ _LOOPED_ROW_BLOCK = 2048
 _COLUMN_SIDE = 32
 # A sector of float32: narrower ones read in vain.
 _NARROWEST_COLUMNS = 8
+# Elements of a tile that a warp works on; and where a program's rows are light.
+_WARP, _WARP_OF_LIGHT_ROWS = 256, 1024
+_SHORT_ROW = 32  # of which a warp holds so many that it needs no other
 _TRANSPOSED_SIDE = 32
 # Of tiles with both sides in use: 16 bits side by side along a row's axis fill a sector, or half of one where rows
 # are long.
@@ -79,12 +83,7 @@ def tile_for_gpu(nest: LoopNest) -> GpuTiling:
         return _tile_reduction(nest)
     transposed = _transposed_side(nest)
     if transposed is not None:
-        others = tuple(axis for axis in range(parallel) if axis != transposed)
-        sides = power_of_two(nest.extents[transposed]), power_of_two(nest.extents[parallel - 1])
-        # Beside a short side, as the three colours of a pixel, the other is long.
-        longest = _POINTWISE_TILE // min(_TRANSPOSED_SIDE, *sides)
-        y_block, x_block = (min(side, longest) for side in sides)
-        return GpuTiling(others, (transposed,), x_block, y_block, 1, False, 4)
+        return _tile_transposed(nest, transposed)
     if _has_odd_rows(nest):
         return GpuTiling((parallel - 1,), tuple(range(parallel - 1)), _ROW_BLOCK, 1, 1, False, 8)
     count = prod(nest.extents)
@@ -152,12 +151,29 @@ def _tile_reduction(nest: LoopNest) -> GpuTiling:
     if by_column and _may_load_ahead(nest):
         x_block, r_block = _AHEAD_COLUMNS, _AHEAD_ROWS
         persistent, in_flight = False, _BLOCKS_IN_FLIGHT
-    warps = max(1, min(16, power_of_two(x_block * r_block) // 256))
+    is_thin = (
+        persistent and not by_column and _has_light_rows(nest) and -(-rows // x_block) >= _WANTED_PROGRAMS
+    )
+    warps = max(1, min(16, power_of_two(x_block * r_block) // (_WARP_OF_LIGHT_ROWS if is_thin else _WARP)))
     outer = parallel - 1
     if by_column and outer > 0 and nest.extents[outer] % x_block == 0:
         # The columns of parts of a matrix: which part is a number, not a tensor, and so are addresses of its rows.
         return GpuTiling((outer,), tuple(range(outer)), x_block, 1, r_block, persistent, warps, in_flight)
     return GpuTiling(tuple(range(parallel)), (), x_block, 1, r_block, persistent, warps, in_flight)
+
+
+def _has_light_rows(nest: LoopNest) -> bool:
+    """Whether a thread may take four times as many elements of a row, so that a row lies in one warp, or few.
+
+    A warp adds up without waiting for others, and what it loads of columns serves several rows: normalisations took a
+    tenth to a half less time so, softmaxes a quarter. What holds more at once, or computes much, took longer.
+    """
+    parallel = parallel_axes(nest)
+    if prod(nest.extents[parallel:]) < _SHORT_ROW:
+        return False
+    loads = [s.access.strides for s in nest.body if isinstance(s, Load)]
+    reads_columns = any(any(strides[parallel:]) and not any(strides[:parallel]) for strides in loads)
+    return reads_columns or (_live_values(nest) <= 3 and len(nest.body) <= _LIGHT_BODY // 2)
 
 
 def _may_load_ahead(nest: LoopNest) -> bool:
@@ -204,7 +220,7 @@ def _tile_of_both_sides(nest: LoopNest) -> GpuTiling:
     fitting = ((side, whole) for side in sides if whole * side * _live_values(nest) <= _LARGEST_BUDGET)
     x_block, r_block = next(fitting, (_BOTH_SIDES, min(whole, _REDUCTION_TILE // _BOTH_SIDES)))
     x_block = min(x_block, power_of_two(nest.extents[parallel - 1]))
-    warps = max(1, min(16, power_of_two(x_block * r_block) // 256))
+    warps = max(1, min(16, power_of_two(x_block * r_block) // _WARP))
     rows = tuple(range(parallel - 1))
     return GpuTiling((parallel - 1,), rows, x_block, 1, r_block, r_block == whole, warps)
 
@@ -232,6 +248,34 @@ def _contiguous_sides(nest: LoopNest) -> tuple[bool, bool]:
         return along_parallel > 0, False
     side = nest.extents[parallel - 1]
     return False, along_parallel * _NEGLIGIBLE >= along_reduced and side >= _LEAST_OF_BOTH_SIDES
+
+
+def _tile_transposed(nest: LoopNest, transposed: int) -> GpuTiling:
+    """Of a pointwise nest that is contiguous along ``transposed`` here and along its last axis there."""
+    others = [axis for axis in range(len(nest.extents)) if axis != transposed]
+    run = _run(nest, others)
+    length = prod(nest.extents[axis] for axis in run)
+    sides = power_of_two(nest.extents[transposed]), power_of_two(length)
+    # Beside a short side, as the three colours of a pixel, the other is long.
+    longest = _POINTWISE_TILE // min(_TRANSPOSED_SIDE, *sides)
+    y_block, x_block = (min(side, longest) for side in sides)
+    outer = tuple(others[: -len(run)])
+    if length % x_block and not nest.extents[transposed] % y_block:
+        # No block may run on from one row into the next, which Triton would take for elements that lie apart.
+        return GpuTiling(run, (*outer, transposed), x_block, y_block, 1, False, 4)
+    return GpuTiling((*outer, *run), (transposed,), x_block, y_block, 1, False, 4)
+
+
+def _run(nest: LoopNest, axes: Sequence[int]) -> tuple[int, ...]:
+    """The last of ``axes``, those along which whatever lies contiguous along the very last runs on: where rotary
+    positions turn neighbours in pairs, all pairs of a head."""
+    accesses = [s.access.strides for s in nest.body if isinstance(s, Load | Store)]
+    contiguous = [strides for strides in accesses if strides[axes[-1]] == 1]
+    step, run = nest.extents[axes[-1]], len(axes) - 1
+    while contiguous and run and all(strides[axes[run - 1]] == step for strides in contiguous):
+        run -= 1
+        step *= nest.extents[axes[run]]
+    return tuple(axes[run:])
 
 
 def _transposed_side(nest: LoopNest) -> int | None:
