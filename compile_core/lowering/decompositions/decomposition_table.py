@@ -35,6 +35,7 @@ from gradsplit.compile_core.lowering.decompositions.decompose_pooling import (
     max_pool2d_backward,
 )
 from gradsplit.compile_core.lowering.decompositions.embedding_gradients import embedding_dense_backward
+from gradsplit.compile_core.lowering.decompositions.interpolation_gradients import INTERPOLATION_GRADIENTS
 
 aten = torch.ops.aten
 
@@ -410,6 +411,7 @@ _ON_GPUS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.view.default: convolution_layouts.view,
     aten.mm.default: thin_products.mm,
     aten.addmm.default: thin_products.addmm,
+    **INTERPOLATION_GRADIENTS,
 }
 _FROZEN_ON_CPUS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.convolution.default: convolution_layouts.frozen_convolution,

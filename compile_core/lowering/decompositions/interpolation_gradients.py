@@ -1,0 +1,90 @@
+"""Gradients of linear interpolation on GPUs: each element is a sum over the places that it contributed to.
+
+Torch's kernels add each place's gradient to the elements around it by atomic operations, which meet where a plane is
+made larger: 1.7 of the 8.4 ms of DeepLab's step. What an axis was interpolated from is independent of the other axes,
+so a sum for each axis, one after the other, takes a window of places of one axis alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradsplit.compile_core.ir.tensor_spec import compute_dtype
+
+aten = torch.ops.aten
+
+
+def _gradient(
+    grad_output: Tensor,
+    output_size: Sequence[int],
+    input_size: Sequence[int],
+    align_corners: bool,
+    scales: Sequence[float | None],
+) -> Any:
+    sides = list(zip(input_size[2:], output_size, scales, strict=True))
+    if not grad_output.dtype.is_floating_point or not all(
+        isinstance(size, int) and size > 0 for side in sides for size in side[:2]
+    ):
+        return NotImplemented
+    total = grad_output.to(compute_dtype(grad_output.dtype))
+    if all(elements == places for elements, places, _ in sides):
+        return total.to(grad_output.dtype, copy=True)  # whatever the scales are
+    # The axis whose places are neighbours in memory comes first: it leaves the least to be read by the others.
+    for axis, (elements, places, scale) in reversed(list(enumerate(sides, 2))):
+        total = _along(total, axis, elements, _step(elements, places, align_corners, scale), align_corners)
+    return total.to(grad_output.dtype)
+
+
+def _step(elements: int, places: int, align_corners: bool, scale: float | None) -> float:
+    """How many elements lie between a place and the next."""
+    if align_corners:
+        return (elements - 1) / (places - 1) if places > 1 else 0.0
+    return 1 / scale if scale is not None and scale > 0 else elements / places
+
+
+def _along(grad: Tensor, axis: int, elements: int, step: float, align_corners: bool) -> Tensor:
+    """The gradient of the ``elements`` that ``axis`` was interpolated from."""
+    places = grad.shape[axis]
+    if step == 1 and elements == places:
+        return grad
+    shift = 0.0 if align_corners else 0.5
+    element = torch.arange(elements, dtype=grad.dtype, device=grad.device).unsqueeze(1)
+    count = places if step == 0 else min(places, math.floor(2 / step) + 3)
+    place = torch.arange(count, dtype=grad.dtype, device=grad.device)
+    if count < places:
+        place = ((element - 1 + shift) / step - shift).floor().clamp(min=0) + place
+        index = place.clamp(max=places - 1).to(torch.int64)
+        seen = aten.index.Tensor(grad, [None] * axis + [index])
+    else:
+        seen = grad.unsqueeze(axis)
+    position = ((place + shift) * step - shift).clamp(min=0, max=elements - 1)
+    share = torch.where(place < places, (1 - (position - element).abs()).clamp(min=0), 0.0)
+    shape = [elements, count] + [1] * (grad.dim() - 1 - axis)
+    return (seen * share.reshape(shape)).sum(axis + 1)
+
+
+def _of_axes(count: int) -> Callable[..., Any]:
+    def backward(
+        grad_output: Tensor,
+        output_size: Sequence[int],
+        input_size: Sequence[int],
+        align_corners: bool,
+        *scales: float | None,
+    ) -> Any:
+        return _gradient(
+            grad_output, output_size, input_size, align_corners, [*scales, *[None] * (count - len(scales))]
+        )
+
+    return backward
+
+
+INTERPOLATION_GRADIENTS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    aten.upsample_linear1d_backward.default: _of_axes(1),
+    aten.upsample_bilinear2d_backward.default: _of_axes(2),
+    aten.upsample_trilinear3d_backward.default: _of_axes(3),
+}
