@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from gradsplit.compile_core.ir.loops import ExternCall
-from gradsplit.compile_core.ir.max_pooling import GRADIENT, MAX_POOL
+from gradsplit.compile_core.ir.pooling import GRADIENT, MAX_POOL, WINDOW_SUMS
 from gradsplit.compile_core.lowering.build import generate
 from gradsplit.compile_core.lowering.fusion.fuse import fuse
 from gradsplit.compile_core.lowering.fusion.join_columns import join_column_sums
@@ -179,6 +179,20 @@ def test_max_pooling(dtype: torch.dtype, folder: Path) -> None:
     sources = [generate_triton(nest, program.buffers) for nest in nests(program)]
     results = link_interpreted(program, sources, folder)([*inputs])
     compare(results, pool(*inputs), 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_window_sums(dtype: torch.dtype, folder: Path) -> None:
+    """What is summed is computed once an element where it takes much, and in each window where it does not."""
+    windows = ([3, 2], [1, 2], [2, 1])
+
+    def pool(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return WINDOW_SUMS(x + 1, *windows), WINDOW_SUMS(((x * 2 + 1) * x - 3) * x - x / 2, *windows)
+
+    x = torch.randint(5, (2, 3, 9, 12)).to(dtype).to(memory_format=torch.channels_last)
+    program = fuse(lower(compute_of(trace(pool, x))))
+    sources = [generate_triton(nest, program.buffers) for nest in nests(program)]
+    compare(link_interpreted(program, sources, folder)([x]), pool(x), 0.0)
 
 
 @pytest.mark.parametrize("layout", convolution_programs.LAYOUTS)

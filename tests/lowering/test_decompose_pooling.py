@@ -6,8 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gradsplit.compile_core.ir.max_pooling import GRADIENT, MAX_POOL, PLACES, POSITIONS
-from tests.autograd.compare_with_eager import check, compile_program
+from gradsplit.compile_core.autograd.trace_joint import trace_joint
+from gradsplit.compile_core.ir.pooling import GRADIENT, MAX_POOL, PLACES, POSITIONS
+from gradsplit.compile_core.lowering.decompositions.decompose_pooling import overlapping_avg_pool2d
+from gradsplit.compile_core.lowering.decompositions.decomposition_table import decomposition_table
+from tests.autograd.compare_with_eager import captured, check, compile_program, fakes
 
 CASES = [
     {"kernel_size": 3, "stride": 2, "padding": 1},
@@ -118,3 +121,48 @@ def test_means_of_tiles_are_left_to_no_kernel_of_torch():
 def test_means_of_narrow_floats_add_up_in_float32():
     x = torch.tensor([256.0, 1, 1, 1], dtype=torch.bfloat16).view(1, 1, 2, 2).requires_grad_()
     check(lambda x: F.avg_pool2d(x, 2), x, backend="triton", rtol=0, atol=0)
+
+
+OVERLAPPING = [
+    {"kernel_size": 3, "stride": 1, "padding": 1},
+    {"kernel_size": 3, "stride": 1, "padding": 1, "count_include_pad": False},
+    {"kernel_size": (2, 4), "stride": 1, "padding": (0, 2), "count_include_pad": False},
+    {"kernel_size": 3, "stride": 1, "divisor_override": 5},
+    {"kernel_size": 3, "stride": 2, "padding": 1, "count_include_pad": False},
+    {"kernel_size": 2, "stride": 3},
+]
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 8, 9), (3, 9, 8)])
+@pytest.mark.parametrize("settings", OVERLAPPING)
+def test_means_of_windows_that_overlap(settings, shape):
+    """On GPUs; windows at every place leave nothing to torch's kernels."""
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    joint = trace_joint(
+        captured(lambda x: F.avg_pool2d(x, **settings)), fakes([x]), decomposition_table("cuda")
+    )
+    targets = {node.target for node in joint.module.graph.nodes}
+    assert torch.ops.aten.avg_pool2d.default not in targets
+    is_dense = settings["stride"] == 1
+    assert (torch.ops.aten.avg_pool2d_backward.default not in targets) == is_dense
+    expected = F.avg_pool2d(x, **settings)
+    tangent = torch.randn_like(expected)
+    (gradient,) = torch.autograd.grad(expected, x, tangent)
+    with torch.no_grad():
+        found = joint.module(x, tangent)
+    torch.testing.assert_close(found, [expected, gradient], rtol=1e-12, atol=1e-12)
+
+
+def test_overlapping_means_of_narrow_floats_add_up_in_float32():
+    x = torch.ones(1, 1, 9, 9, dtype=torch.bfloat16)
+    found = overlapping_avg_pool2d(x, [5, 5], [1, 1], [2, 2])
+    torch.testing.assert_close(found, F.avg_pool2d(x, 5, 1, 2), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("settings", [{"ceil_mode": True}, {"kernel_size": [7, 7], "padding": [3, 3]}])
+def test_other_means_are_left_to_torch(settings):
+    x = torch.randn(1, 1, 9, 9)
+    found = overlapping_avg_pool2d(
+        x, **{"kernel_size": [5, 5], "stride": [2, 2], "padding": [1, 1], **settings}
+    )
+    assert found is NotImplemented

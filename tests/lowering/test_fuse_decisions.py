@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from gradsplit.compile_core.ir.loops import Load, LoopProgram, Store
+from gradsplit.compile_core.ir.pooling import WINDOW_SUMS
 from gradsplit.compile_core.lowering.fusion.fuse import fuse
 from gradsplit.compile_core.lowering.graph_to_loops.lower import lower
 from gradsplit.compile_core.lowering.nests.change_axes import simplified
@@ -129,3 +130,13 @@ def test_parts_that_nobody_reads_any_more_are_left_out() -> None:
 
     program = check(function, torch.randn(17, 1), torch.randn(3, 1), torch.randn(1, 1))
     assert _moved_buffers(program) == (2, 1)
+
+
+def test_windows_are_not_added_up_anew_in_each_walk_over_a_row() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(WINDOW_SUMS(x, [3, 3], [1, 1], [1, 1]), (8, 8))
+
+    x = torch.randn(2, 3, 8, 8)
+    assert len(nests(check(function, x))) == 2
+    assert _reasons(function, x) == {"each walk over a row would read its windows anew"}
+    assert len(nests(check(lambda x: WINDOW_SUMS(x, [3, 3], [1, 1], [1, 1]) - x, x))) == 1

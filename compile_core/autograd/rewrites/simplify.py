@@ -20,8 +20,8 @@ from gradsplit.compile_core.autograd.operators.region_marks import mark_of
 from gradsplit.compile_core.autograd.rewrites.drop_copies import drop_copies
 from gradsplit.compile_core.autograd.rewrites.scatter_sums import join_scatter_sums
 from gradsplit.compile_core.ir.data_checks import CHECK
-from gradsplit.compile_core.ir.max_pooling import PLACES, POSITIONS
 from gradsplit.compile_core.ir.numbers import is_number
+from gradsplit.compile_core.ir.pooling import PLACES, POSITIONS
 from gradsplit.compile_core.torch_facts.dispatcher import is_random
 
 aten = torch.ops.aten

@@ -1,7 +1,7 @@
-"""Pooling over planes as operators that the lowering knows; for maxima see ``ir.max_pooling``.
+"""Pooling over planes as operators that the lowering knows; see ``ir.pooling``.
 
 Limits: windows without dilation and of few places, whose loads a kernel's body writes out; means of windows that tile
-the plane. Else torch's kernels run.
+the plane, and on GPUs of others whose number is not rounded up. Else torch's kernels run.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsplit.compile_core.ir import max_pooling
+from gradsplit.compile_core.ir import pooling
 from gradsplit.compile_core.ir.tensor_spec import compute_dtype
 
 _MOST_PLACES = 25
+_Windows = tuple[list[int], list[int], list[int]]
 
 
 def max_pool2d(
@@ -31,8 +32,8 @@ def max_pool2d(
     windows = _windows(self, kernel_size, stride, padding, dilation)
     if windows is None:
         return NotImplemented
-    values, places = max_pooling.MAX_POOL(self, *windows, ceil_mode)
-    return values, max_pooling.POSITIONS(places, *windows, self.shape[-1])
+    values, places = pooling.MAX_POOL(self, *windows, ceil_mode)
+    return values, pooling.POSITIONS(places, *windows, self.shape[-1])
 
 
 def max_pool2d_backward(
@@ -48,8 +49,8 @@ def max_pool2d_backward(
     windows = _windows(self, kernel_size, stride, padding, dilation)
     if windows is None or torch.are_deterministic_algorithms_enabled():
         return NotImplemented
-    places = max_pooling.PLACES(indices, *windows, self.shape[-1])
-    return max_pooling.GRADIENT(grad_output, places, *windows, self.shape[-2:])
+    places = pooling.PLACES(indices, *windows, self.shape[-1])
+    return pooling.GRADIENT(grad_output, places, *windows, self.shape[-2:])
 
 
 def avg_pool2d(
@@ -94,6 +95,65 @@ def avg_pool2d_backward(
     return tiles.reshape(self.shape)
 
 
+def overlapping_avg_pool2d(
+    self: Tensor,
+    kernel_size: list[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Any:
+    """The same also of windows that overlap, leave gaps or reach into the padding."""
+    tiles = avg_pool2d(self, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
+    windows = _windows(self, kernel_size, stride, padding, (1,))
+    if tiles is not NotImplemented or windows is None or ceil_mode or not _has_known_plane(self):
+        return tiles
+    sums = pooling.WINDOW_SUMS(self, *windows)
+    return (sums / _counts(self, windows, count_include_pad, divisor_override)).to(self.dtype)
+
+
+def overlapping_avg_pool2d_backward(
+    grad_output: Tensor,
+    self: Tensor,
+    kernel_size: list[int],
+    stride: list[int],
+    padding: list[int],
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None,
+) -> Any:
+    """The same also of windows at every place: an element's gradient is a sum over the windows that it is in."""
+    settings = (kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
+    tiles = avg_pool2d_backward(grad_output, self, *settings)
+    windows = _windows(self, kernel_size, stride, padding, (1,))
+    if tiles is not NotImplemented or windows is None or ceil_mode or not _has_known_plane(self):
+        return tiles
+    kernel, steps, padding = windows
+    if steps != [1, 1]:
+        return NotImplemented
+    share = grad_output.to(compute_dtype(grad_output.dtype))
+    share = share / _counts(self, windows, count_include_pad, divisor_override)
+    around = [side - 1 - pad for side, pad in zip(kernel, padding, strict=True)]
+    return pooling.WINDOW_SUMS(share, kernel, steps, around).to(grad_output.dtype)
+
+
+def _has_known_plane(x: Tensor) -> bool:
+    return all(isinstance(size, int) for size in x.shape[-2:])
+
+
+def _counts(x: Tensor, windows: _Windows, with_padding: bool, divisor: int | None) -> Any:
+    """What the sum of each window is divided by: a number, or a matrix of how many places lie in the plane."""
+    kernel, steps, padding = windows
+    if divisor or with_padding or not any(padding):
+        return divisor or kernel[0] * kernel[1]
+    places = []
+    for size, side, step, pad in zip(x.shape[-2:], kernel, steps, padding, strict=True):
+        begin = torch.arange((size + 2 * pad - side) // step + 1, device=x.device) * step - pad
+        places.append((begin + side).clamp(max=size) - begin.clamp(min=0))
+    return (places[0].unsqueeze(1) * places[1]).to(compute_dtype(x.dtype))
+
+
 def _tile(
     x: Tensor, kernel_size: Sequence[int], stride: Sequence[int], padding: Sequence[int]
 ) -> list[int] | None:
@@ -111,7 +171,7 @@ def _windows(
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
-) -> tuple[list[int], list[int], list[int]] | None:
+) -> _Windows | None:
     """Sides, steps and padding of the windows, two numbers each; ``None`` for windows that torch's kernels serve."""
     kernel = _pair(kernel_size)
     is_simple = _pair(dilation) == [1, 1] and kernel[0] * kernel[1] <= _MOST_PLACES

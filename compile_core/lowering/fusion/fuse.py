@@ -236,6 +236,8 @@ class _Fusion:
                 if self.order.must_follow(other, first):
                     raise NoMatchError(f"{_step_name(self.steps[other])} must run between them")
             joined = self._without_unread(self._joined_nest(earlier, later), {first, second})
+            if joined.reduced_axes and (_reads_windows(earlier) or _reads_windows(later)):
+                raise NoMatchError("each walk over a row would read its windows anew")
             if not shares_points(joined) and self._is_on_cpu(joined):
                 raise NoMatchError("threads share it neither by its points nor by where it adds")
         except (NoMatchError, OtherPointsError) as reason:
@@ -306,6 +308,26 @@ class _Fusion:
 
     def _is_on_cpu(self, nest: LoopNest) -> bool:
         return all(self.program.buffers[name].device.type == "cpu" for name in writes(nest))
+
+
+def _reads_windows(nest: LoopNest) -> bool:
+    """Whether three elements in a line are read at each point, the neighbours' among them."""
+    found: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for statement in nest.body:
+        if isinstance(statement, Load) and not statement.access.gathers:
+            access = statement.access
+            found.setdefault((access.buffer, access.strides), []).append(access.offset)
+    return any(
+        sum(
+            0 < offset - min(offsets) < step * extent and (offset - min(offsets)) % step == 0
+            for offset in offsets
+        )
+        > 1
+        for (_, strides), offsets in found.items()
+        if len(offsets) > 2
+        for step, extent in zip(strides, nest.extents, strict=True)
+        if step > 0
+    )
 
 
 def _alive(steps: Sequence[Step], kept: set[str]) -> list[int]:

@@ -1,6 +1,6 @@
-"""Nests for max pooling: a body that writes out a window's loads, and a gradient that gathers.
+"""Nests for pooling: a body that writes out a window's loads, and a gradient of maxima that gathers.
 
-An element of the gradient lies in windows that depend on its position modulo the step of the windows. So the body of
+An element of that gradient lies in windows that depend on its position modulo the step of the windows. So the body of
 the gradient's nest is for a block of positions, one of each remainder: which windows each of them lies in, and at which
 place of them, are then constants, windows are loaded once for all, and no index needs a division.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gradsplit.compile_core.ir.loops import View
-from gradsplit.compile_core.ir.max_pooling import GRADIENT, MAX_POOL
+from gradsplit.compile_core.ir.pooling import GRADIENT, MAX_POOL, WINDOW_SUMS
 from gradsplit.compile_core.ir.tensor_spec import compute_dtype
 from gradsplit.compile_core.lowering.graph_to_loops.lower_builder import (
     ProgramBuilder,
@@ -23,10 +23,10 @@ from gradsplit.compile_core.lowering.graph_to_loops.lower_builder import (
 from gradsplit.compile_core.lowering.graph_to_loops.lower_index import Affine, Entry, Index
 from gradsplit.compile_core.lowering.graph_to_loops.lower_values import Emitter, LazyTensor
 
-POOLING = frozenset({MAX_POOL, GRADIENT})
+POOLING = frozenset({MAX_POOL, GRADIENT, WINDOW_SUMS})
 
-# What is computed anew for each window that reads it may take so many operations in all.
-_MOST_OPERATIONS = 150
+# What is computed anew for each window that reads it may take so many operations in all; of sums, which take little.
+_MOST_OPERATIONS, _MOST_OF_SUMS = 150, 30
 
 
 def lower_pooling(
@@ -35,6 +35,8 @@ def lower_pooling(
     """Emits the nest of a node; ``used`` says which of its results anything reads."""
     if node.target is GRADIENT:
         return _gradient(builder, node, args, place)
+    if node.target is WINDOW_SUMS:
+        return _sums(builder, node, args, place)
     return _pool(builder, node, args, used)
 
 
@@ -54,10 +56,7 @@ def _pool(
     def body(emitter: Emitter, index: Index) -> None:
         largest, place = None, _first_inside(emitter, index[-2:], kernel, stride, padding)
         for row, column in itertools.product(range(kernel[0]), range(kernel[1])):
-            taps = zip(index[-2:], stride, padding, (row, column), x.shape[-2:], strict=True)
-            entries = [emitter.shifted(entry, step, tap - pad, size) for entry, step, pad, tap, size in taps]
-            inside = _inside(emitter, entries, x.shape[-2:])
-            value = emitter.round_to(_element(emitter, x, (*index[:-2], *entries), inside), x.dtype)
+            value, inside = _tap(emitter, x, index, (row, column), stride, padding)
             if inside is not None:
                 lowest = emitter.constant(-float("inf"), dtype)
                 value = emitter.apply("where", (inside, value, lowest), dtype)
@@ -82,6 +81,43 @@ def _pool(
         None if view is None else builder.in_memory(view, stride, node.name)
         for view, stride in zip(views, strides, strict=True)
     ]
+
+
+def _sums(
+    builder: ProgramBuilder, node: torch.fx.Node, args: Sequence[Any], place: View | None
+) -> LazyTensor:
+    x, kernel, stride, padding = args
+    _settle(builder, x, kernel[0] * kernel[1], _MOST_OF_SUMS)
+    fake = node.meta["val"]
+    result = place or builder.new_like(node.name, fake)
+
+    def body(emitter: Emitter, index: Index) -> None:
+        total = emitter.constant(0.0, fake.dtype)
+        for tap in itertools.product(range(kernel[0]), range(kernel[1])):
+            value, inside = _tap(emitter, x, index, tap, stride, padding)
+            if inside is not None:
+                value = emitter.apply("where", (inside, value, emitter.constant(0.0, fake.dtype)), fake.dtype)
+            total = emitter.apply("add", (total, value), fake.dtype)
+        emitter.store(emitter.access(result, index), total)
+
+    if x.numel:
+        builder.emit_nest(tuple(fake.shape), (), body, node.name)
+    return builder.in_memory(result, tuple(fake.stride()), node.name)
+
+
+def _tap(
+    emitter: Emitter,
+    x: LazyTensor,
+    index: Index,
+    tap: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+) -> tuple[int, int | None]:
+    """The element at a place of a window, and whether it lies in the plane; ``None`` where it always does."""
+    sides = zip(index[-2:], stride, padding, tap, x.shape[-2:], strict=True)
+    entries = [emitter.shifted(entry, step, at - pad, size) for entry, step, pad, at, size in sides]
+    inside = _inside(emitter, entries, x.shape[-2:])
+    return emitter.round_to(_element(emitter, x, (*index[:-2], *entries), inside), x.dtype), inside
 
 
 def _gradient(
@@ -136,10 +172,10 @@ def _gradient(
     return builder.in_memory(result, tuple(fake.stride()), node.name)
 
 
-def _settle(builder: ProgramBuilder, tensor: LazyTensor, readers: int) -> None:
+def _settle(builder: ProgramBuilder, tensor: LazyTensor, readers: int, most: int = _MOST_OPERATIONS) -> None:
     """Gives a tensor memory that so many windows would each compute."""
     cost = tensor.current_cost()
-    if cost.transcendental or cost.operations * readers > _MOST_OPERATIONS:
+    if cost.transcendental or cost.operations * readers > most:
         builder.realise(tensor)
 
 

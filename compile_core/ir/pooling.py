@@ -1,6 +1,9 @@
-"""Max pooling over planes, as operators of joint graphs whose results generated kernels compute.
+"""Pooling over planes, as operators of joint graphs whose results generated kernels compute.
 
-Torch's operator yields the 64-bit position of each maximum, and its gradient adds up by these positions. A maximum's
+A window's sum is in memory before anything is made of it: what reads it more than once, as a normalisation does, would
+add up each window as often.
+
+Torch's operator of maxima yields the 64-bit position of each, and its gradient adds up by these positions. A maximum's
 place inside its window fits a byte, and which windows a position lies in is known, so that the gradient of an element
 can be gathered. (TorchInductor has the same idea as operators of its own.) What is written here, with torch's
 operators, is the definition that kernels are tested against, and what runs outside of kernels.
@@ -72,6 +75,11 @@ def _gradient_shape(grad: Tensor, places: Tensor, *windows: Any) -> Tensor:
     return result
 
 
+def _window_sums(x: Tensor, kernel: list[int], stride: list[int], padding: list[int]) -> Tensor:
+    padded = aten.constant_pad_nd.default(x, [padding[1], padding[1], padding[0], padding[0]])
+    return aten.avg_pool2d.default(padded.to(compute_dtype(x.dtype)), kernel, stride, 0, False, True, 1)
+
+
 _library = torch.library.Library("gradsplit", "FRAGMENT")
 
 
@@ -105,6 +113,8 @@ POSITIONS = _define(
 PLACES = _define(
     "max_pool_places", f"(Tensor positions, {_WINDOWS}, SymInt width) -> Tensor", _places, _bytes_like
 )
+# In the dtype that is computed in; what lies in the padding counts as 0.
+WINDOW_SUMS = _define("window_sums", f"(Tensor x, {_WINDOWS}) -> Tensor", _window_sums, _window_sums)
 # The gradient with respect to planes of a size.
 GRADIENT = _define(
     "max_pool_gradient",
