@@ -36,7 +36,7 @@ def _wide_product(left: Tensor, right: Tensor) -> Tensor:
     dtype = sum_dtype(left.dtype)
     if left.dtype == dtype:
         return torch.mm(left, right)
-    if left.is_cuda and _adds_wide(left.device, left.dtype):
+    if multiplies_wide(left.device, left.dtype):
         return aten.mm.dtype(left, right, dtype)
     return torch.mm(left, right).to(dtype)
 
@@ -73,10 +73,14 @@ def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
     total = torch.zeros(16, 16, device=device)
     try:
         aten.addmm.dtype_out(total, ones, ones, torch.float32, out=total)
-        aten.mm.dtype(ones, ones, torch.float32)
     except (AttributeError, NotImplementedError, RuntimeError):
         return False
     return True
+
+
+def multiplies_wide(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch's product of matrices of a 16-bit dtype can yield float32; it can on GPUs."""
+    return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
 
 
 for _name, _run, _shape in (

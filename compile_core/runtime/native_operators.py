@@ -19,13 +19,14 @@ import torch
 from torch.torch_version import TorchVersion
 
 from gradsplit.compile_core.ir.loops import ExternCall, View
-from gradsplit.compile_core.toolchain.torch_library import address_of
+from gradsplit.compile_core.toolchain.torch_library import address_of, dtype_number
 
 aten = torch.ops.aten
 
 # Operator -> the function's name, and its arguments in order.
 _FUNCTIONS = {
     aten.mm.out: ("mm_out", "out self mat2"),
+    aten.mm.dtype_out: ("mm_dtype_out", "out self mat2 out_dtype"),
     aten.bmm.out: ("bmm_out", "out self mat2"),
     aten.addmm.out: ("addmm_out", "out self mat1 mat2 beta alpha"),
     aten.baddbmm.out: ("baddbmm_out", "out self batch1 batch2 beta alpha"),
@@ -51,12 +52,14 @@ class Kind(IntEnum):
     INTEGERS = 5
     OPTIONAL_INTEGERS = 6
     BOOLS = 7
-    RESULT = 8
+    DTYPE = 8
+    RESULT = 9
 
 
 # The type of an operator's argument -> the function's arguments for it. After a list comes its length.
 _KINDS = {
     "int": (Kind.INTEGER,),
+    "ScalarType": (Kind.DTYPE,),
     "bool": (Kind.BOOL,),
     "number": (Kind.DOUBLE,),
     "Tensor": (Kind.TENSOR,),
@@ -75,12 +78,17 @@ _NOTHING = {Kind.OPTIONAL_TENSOR: (-1,), Kind.OPTIONAL_INTEGERS: (0, 0)}
 
 def _kinds_of(operator: Any, wanted: str) -> tuple[tuple[Kind, ...], ...]:
     """What the function takes for each argument, and last where results go; nothing if the operator is another one."""
-    types = {argument.name: str(argument.type) for argument in operator._schema.arguments}
+    types = {argument.name: _type_of(argument) for argument in operator._schema.arguments}
     if types.keys() != set(wanted.split()) or not _KINDS.keys() >= set(types.values()):
         return ()
     has_out = any(argument.is_out for argument in operator._schema.arguments)
     results = 0 if has_out else len(operator._schema.returns)
     return (*(_KINDS[types[name]] for name in wanted.split()), (Kind.RESULT,) * results)
+
+
+def _type_of(argument: Any) -> str:
+    """A dtype is an integer to a schema's reader, as an open size is."""
+    return "ScalarType" if str(argument.real_type) == "ScalarType" else str(argument.type)
 
 
 # The types of functions' arguments. The interpreter has a typed call for each.
@@ -130,6 +138,8 @@ def native_call(call: ExternCall, device_type: str) -> NativeCall | None:
             arguments.append(name)
         elif isinstance(value, (int, float)) and kind is Kind.DOUBLE:
             arguments += struct.unpack("q", struct.pack("d", value))
+        elif isinstance(value, torch.dtype) and kind is Kind.DTYPE:
+            arguments.append(dtype_number(value))
         elif isinstance(value, int) and kind in (Kind.INTEGER, Kind.BOOL):
             arguments.append(int(value))
         elif _is_list(value) and kind in _LISTS:

@@ -58,7 +58,7 @@ struct Operands {
 template <Kind kind> auto argument(Operands& operands, int64_t word) {
     if constexpr (kind == INTEGER) {
         return word;
-    } else if constexpr (kind == BOOL) {
+    } else if constexpr (kind == BOOL || kind == DTYPE) {
         return int32_t(word);
     } else if constexpr (kind == DOUBLE) {
         double number;

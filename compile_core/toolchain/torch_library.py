@@ -140,6 +140,11 @@ def address_of(symbol: str) -> int | None:
         return None
 
 
+def dtype_number(dtype: torch.dtype) -> int:
+    """A dtype as torch's functions of C take it."""
+    return getattr(_torch_symbols(), f"aoti_torch_dtype_{str(dtype).removeprefix('torch.')}")()
+
+
 @cache
 def _torch_symbols() -> ctypes.CDLL:
     return ctypes.CDLL(LIBRARY_FILE)  # a look-up in it goes on to the libraries that it depends on

@@ -27,9 +27,8 @@ def operator_types() -> list[tuple[str, str]]:
     found = []
     for operator, (name, wanted) in native_operators._FUNCTIONS.items():
         kinds = ", ".join(kind.name for kind in chain(*native_operators._kinds_of(operator, wanted)))
-        found += [
-            (f"aoti_torch_{device}_{name}", f"Signature<{kinds}>::Function") for device in ("cpu", "cuda")
-        ]
+        devices = ("cuda",) if operator is torch.ops.aten.mm.dtype_out else ("cpu", "cuda")  # GPUs' alone
+        found += [(f"aoti_torch_{device}_{name}", f"Signature<{kinds}>::Function") for device in devices]
     return found
 
 

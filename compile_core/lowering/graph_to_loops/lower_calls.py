@@ -10,6 +10,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.kept_calls import KeptCall
+from gradsplit.compile_core.ir.loops import View
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 from gradsplit.compile_core.lowering.graph_to_loops.extern_rules import OUT_VARIANTS, out_variant
 from gradsplit.compile_core.lowering.graph_to_loops.lower_builder import (
     ProgramBuilder,
@@ -30,6 +32,8 @@ def lower_call(builder: ProgramBuilder, plan: GraphPlan, node: torch.fx.Node, ar
         raise Unsupported("unknown-call", f"the graph calls {target}, which is no torch operator")
     if node in plan.bare:
         return _product_plus_bias(builder, node, args)
+    if node in plan.wide:
+        return _wide_product(builder, node, args, place)
     in_place = in_place_variant(node)
     if in_place is not None and isinstance(fake, torch.Tensor):
         if takes_over(node, plan):
@@ -106,6 +110,14 @@ def _results_as_laid_out(builder: ProgramBuilder, node: torch.fx.Node, args: Any
     with mode:
         results = node.target(*tree_map(as_laid_out, args), **tree_map(as_laid_out, kwargs))
     return [results] if isinstance(results, torch.Tensor) else list(results)
+
+
+def _wide_product(builder: ProgramBuilder, node: torch.fx.Node, args: Any, place: View | None) -> LazyTensor:
+    fake = node.meta["val"]
+    spec = TensorSpec.contiguous(tuple(fake.shape), torch.float32, fake.device)
+    place = place or builder.new_buffer(node.name, spec)
+    builder.call(aten.mm.dtype_out, (*args, torch.float32), {}, (None,), {"out": place}, node.name)
+    return builder.in_memory(place, tuple(fake.stride()), node.name)
 
 
 def _product_plus_bias(builder: ProgramBuilder, node: torch.fx.Node, args: Any) -> LazyTensor:

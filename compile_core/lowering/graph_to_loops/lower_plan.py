@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from gradsplit.compile_core.ir.loops import View
-from gradsplit.compile_core.ir.row_chunks import AFTER, WIDE_PRODUCT
+from gradsplit.compile_core.ir.row_chunks import AFTER, WIDE_PRODUCT, multiplies_wide
 from gradsplit.compile_core.ir.scatters import combines_at_indices
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 from gradsplit.compile_core.lowering.graph_to_loops.extern_rules import (
@@ -51,7 +51,8 @@ class GraphPlan:
         widest_user: the largest number of elements for which the node would be recomputed.
         places: where the caller wants the node's data.
         factors: matrix products that are computed with a factor.
-        absorbed: the multiplications that those factors were; they are the identity now.
+        wide: matrix products that yield float32 of factors of bfloat16.
+        absorbed: the multiplications and conversions that those took over; they are the identity now.
         viewed: how many elements of a node its views in memory cover.
         bare: ``addmm`` nodes that become a product, whose bias the next loop body adds.
         laid_out: nodes whose rows lie as far apart as in the graph.
@@ -63,6 +64,7 @@ class GraphPlan:
     widest_user: dict[torch.fx.Node, int] = field(default_factory=dict)
     places: dict[torch.fx.Node, View] = field(default_factory=dict)
     factors: dict[torch.fx.Node, float] = field(default_factory=dict)
+    wide: set[torch.fx.Node] = field(default_factory=set)
     absorbed: set[torch.fx.Node] = field(default_factory=set)
     viewed: dict[torch.fx.Node, int] = field(default_factory=dict)
     bare: set[torch.fx.Node] = field(default_factory=set)
@@ -155,6 +157,7 @@ def plan_graph(graph: torch.fx.Graph, places: Mapping[torch.fx.Node, View]) -> G
     plan = GraphPlan(places=dict(places))
     for node in graph.nodes:
         _absorb_factor(node, plan)
+        _absorb_conversion(node, plan)
     for node in reversed(graph.nodes):
         if node.op in ("output", "placeholder") or node in plan.alive or _has_effect(node):
             plan.alive.add(node)
@@ -186,6 +189,23 @@ def _absorb_factor(node: torch.fx.Node, plan: GraphPlan) -> None:
         product = product.args[0]
     if product.target is aten.mm.default and len(product.users) == 1:
         plan.factors[product] = factor
+        plan.absorbed.add(node)
+
+
+def _absorb_conversion(node: torch.fx.Node, plan: GraphPlan) -> None:
+    """Has a product that the caller gets as float32, as the gradient of a weight under autocast, yield that: it is not
+    rounded to bfloat16 on the way, and neither written nor read once more."""
+    product = node.args[0] if node.target is aten._to_copy.default else None
+    if (
+        isinstance(product, torch.fx.Node)
+        and product.target is aten.mm.default
+        and len(product.users) == 1
+        and all(user.op == "output" for user in node.users)
+        and (product.meta["val"].dtype, node.meta["val"].dtype) == (torch.bfloat16, torch.float32)
+        and node.meta["val"].device == product.meta["val"].device
+        and multiplies_wide(product.meta["val"].device, torch.bfloat16)
+    ):
+        plan.wide.add(product)
         plan.absorbed.add(node)
 
 
@@ -293,7 +313,7 @@ def _inverse_place(node: torch.fx.Node, base: torch.Tensor, place: View) -> View
     """Where ``base`` must lie so that its view ``node`` lies at ``place``."""
     target, args = node.target, node.args
     if target not in VIEWS:
-        return place  # an absorbed factor
+        return place  # what a product took over
     if target in (aten.t.default, aten.transpose.int):
         dims: Any = args[1:] or ((0, 1) if base.dim() > 1 else (0, 0))
         return restride(place, lambda t: t.transpose(*dims)) if base.dim() else place
