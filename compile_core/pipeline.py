@@ -49,6 +49,10 @@ from gradsplit.compile_core.ir.regions import whole_schedule
 from gradsplit.compile_core.ir.schedule import Schedule
 from gradsplit.compile_core.ir.tensor_spec import device_type_of
 from gradsplit.compile_core.ir.verify_graphs import verify_joint, verify_partition, verify_schedule
+from gradsplit.compile_core.lowering.decompositions.convolution_layouts import (
+    eagers_layouts,
+    reads_memory_order,
+)
 from gradsplit.compile_core.many_sizes.graph_of_many_sizes import GraphOfManySizes
 from gradsplit.compile_core.many_sizes.open_backend import taking_open_sizes
 from gradsplit.compile_core.many_sizes.region_around_data import has_data_sizes
@@ -360,7 +364,11 @@ def _trace(
         decompositions = {**decompositions, **random_decompositions.DECOMPOSITIONS}
     program = run_passes(CAPTURED_PASSES, module, choices, dump, "captured", options)
     with timed("trace_joint"):
-        return trace_joint(program, examples, decompositions), choices
+        joint = trace_joint(program, examples, decompositions)
+        if reads_memory_order(joint.module.graph, choices.makes_random_numbers):
+            with eagers_layouts():
+                joint = trace_joint(program, examples, decompositions)
+    return joint, choices
 
 
 def _plan_backward(

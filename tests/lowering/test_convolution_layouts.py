@@ -14,8 +14,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gradsplit
 from gradsplit.compile_core.autograd.trace_joint import trace_joint
-from gradsplit.compile_core.lowering.decompositions.convolution_layouts import convolution_backward, view
+from gradsplit.compile_core.backends import aot_eager
+from gradsplit.compile_core.backends.registry import RegionBackend
+from gradsplit.compile_core.lowering.decompositions.convolution_layouts import (
+    convolution_backward,
+    reads_memory_order,
+    view,
+)
 from gradsplit.compile_core.lowering.decompositions.decomposition_table import decomposition_table
+from gradsplit.compile_core.options import parse_options
+from gradsplit.compile_core.pipeline import compile_stages
 from tests.autograd.compare_with_eager import assert_same, captured, fakes
 
 aten = torch.ops.aten
@@ -129,6 +137,69 @@ def test_the_gradient_of_a_bias_is_a_sum(dtype, mask, transposed):
             assert (own is not None) == is_wanted
             if is_wanted:
                 torch.testing.assert_close(own, eager, atol=0.1, rtol=0.02)
+
+
+def compiled_as_on_a_gpu(program, *inputs):
+    backend = RegionBackend(
+        "as_on_a_gpu", aot_eager.compile_region, lambda device, options: decomposition_table("cuda")
+    )
+    return compile_stages(
+        captured(program), fakes(inputs), inputs, backend=backend,
+        options=parse_options(None, {"fallback_random": True}), planner=None,
+    )  # fmt: skip
+
+
+def _tokens(x):
+    return F.dropout(x.flatten(2).transpose(1, 2) * 2, 0.5)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: F.dropout(x, 0.5),
+        _tokens,
+        lambda x: x + torch.rand_like(x),
+        lambda x: x * torch.bernoulli(torch.full_like(x, 0.25)),
+        lambda x: (x * 2).as_strided((2, 10), (7, 3), 1),
+        lambda x: x.clone().resize_(3, 5),
+    ],
+)
+def test_what_goes_by_the_order_of_memory_finds_eagers(read):
+    """Masks of torch's random numbers under ``fallback_random``, and places in memory that the program names."""
+
+    def program(x, weight):
+        return read(F.conv2d(x, weight, padding=1))
+
+    x, weight = (torch.randn(shape).bfloat16() for shape in ((2, 8, 6, 5), (16, 8, 3, 3)))
+    compiled = compiled_as_on_a_gpu(program, x, weight)
+    torch.manual_seed(0)
+    expected = program(x, weight)
+    torch.manual_seed(0)
+    (found,) = compiled(x, weight)
+    assert_same(found, expected, atol=0.1, rtol=0.05)
+
+
+def test_layouts_stay_for_what_asks_for_no_order():
+    def program(x, weight):
+        return F.conv2d(x, weight).relu() * x.new_empty(2, 1, 1, 1).bernoulli_(0.5)
+
+    inputs = [torch.randn(2, 8, 6, 5).bfloat16(), torch.randn(16, 8, 3, 3).bfloat16()]
+    graph = trace_joint(captured(program), fakes(inputs), decomposition_table("cuda")).module.graph
+    assert not reads_memory_order(graph, False)
+    (convolution,) = graph.find_nodes(op="call_function", target=aten.convolution.default)
+    assert not convolution.meta["val"].is_contiguous()
+
+
+@pytest.mark.gpu
+def test_masks_of_dropout_after_a_convolution_are_eagers():
+    layer = nn.Sequential(nn.Conv2d(8, 16, 3), nn.Dropout(0.5)).cuda()
+    x = torch.randn(4, 8, 12, 12, device="cuda")
+    compiled = gradsplit.compile(layer, options={"fallback_random": True})
+    with torch.autocast("cuda", torch.bfloat16):
+        torch.manual_seed(0)
+        expected = layer(x)
+        torch.manual_seed(0)
+        assert torch.equal(compiled(x) == 0, expected == 0)
 
 
 @pytest.mark.gpu

@@ -7,13 +7,18 @@ network, only the first input and the weights are transposed, and a weight's gra
 
 What the program views as if rows of pixels lay in memory is laid out so first.
 
+Where a traced graph turns out to read elements in the order of memory, it is traced again in eager's layouts; see
+``reads_memory_order``.
+
 A bias is added after the convolution and its gradient is a sum of its own, as in torch's kernels for GPUs, so that both
 fuse with what is beside them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import accumulate
 from math import prod
 from operator import mul
@@ -21,10 +26,61 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
+from gradsplit.compile_core.ir.kept_calls import KeptCall
 from gradsplit.compile_core.ir.tensor_spec import HALF_FLOATS
+from gradsplit.compile_core.torch_facts.dispatcher import is_random
 
 aten = torch.ops.aten
+
+# Of operators that read elements by strides.
+_KNOWN_NAMESPACES = ("aten", "prims", "gradsplit", "torchvision")
+_READERS_OF_MEMORY = {aten.as_strided, aten.as_strided_copy, aten.as_strided_scatter, aten.resize}
+_keeps_eagers = ContextVar("_keeps_eagers", default=False)
+
+
+@contextmanager
+def eagers_layouts() -> Iterator[None]:
+    """What is traced meanwhile lies in memory as in eager."""
+    token = _keeps_eagers.set(True)
+    try:
+        yield
+    finally:
+        _keeps_eagers.reset(token)
+
+
+def reads_memory_order(graph: torch.fx.Graph, draws_own_numbers: bool) -> bool:
+    """Whether channels-last convolutions of a graph give elements to something by the order of memory.
+
+    Torch's random numbers go to elements in that order, as a mask of dropout under ``fallback_random``; a program may
+    say where in memory it reads; and an operator of the user's may take its arguments for rows of pixels.
+
+    Args:
+        draws_own_numbers: those that need not be torch's are functions of an element's index.
+    """
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    images = (node.meta["val"] for node in nodes if node.target is aten.convolution.default)
+    if not any(_is_image(image) and not image.is_contiguous() for image in images):
+        return False
+    return any(_reads_memory_order(node, draws_own_numbers) for node in nodes)
+
+
+def _reads_memory_order(node: torch.fx.Node, draws_own_numbers: bool) -> bool:
+    target = node.target
+    tensors = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
+    if not any(sum(size != 1 for size in tensor.shape) > 1 for tensor in tensors):
+        return False
+    if isinstance(target, KeptCall):
+        return True
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if target.namespace not in _KNOWN_NAMESPACES or target.overloadpacket in _READERS_OF_MEMORY:
+        return True
+    names = {argument.name for argument in target._schema.arguments}
+    if not is_random(node) or "dropout_p" in names or not node.all_input_nodes:
+        return False  # attention draws by an element's index, and what has sizes alone in the order of dims
+    return not draws_own_numbers or node.kwargs.get("generator") is not None
 
 
 def convolution(input: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Any:
@@ -33,7 +89,7 @@ def convolution(input: Tensor, weight: Tensor, bias: Tensor | None, *settings: A
     if bias is not None:
         result = aten.convolution.default(input, weight, None, *settings)
         return result + bias.reshape(-1, *[1] * (result.dim() - 2))
-    return frozen_convolution(input, weight, bias, *settings) if _is_image(input) else NotImplemented
+    return frozen_convolution(input, weight, bias, *settings) if _is_turned(input) else NotImplemented
 
 
 def frozen_convolution(input: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Any:
@@ -59,7 +115,7 @@ def convolution_backward(
         operands, mask = (grad_output, input, weight), [for_input, for_weight, False]
         grad_input, grad_weight, _ = aten.convolution_backward.default(*operands, None, *geometry, mask)
         return grad_input, grad_weight, grad_bias
-    if not _is_image(grad_output):
+    if not _is_turned(grad_output):
         return NotImplemented
     if _are_channels_last(grad_output, input, weight):
         return NotImplemented
@@ -86,6 +142,11 @@ def view(tensor: Tensor, size: Sequence[int]) -> Any:
 
 def _is_image(tensor: Tensor) -> bool:
     return tensor.dtype in HALF_FLOATS and tensor.dim() == 4
+
+
+def _is_turned(tensor: Tensor) -> bool:
+    """Whether a convolution has it channels-last."""
+    return _is_image(tensor) and not _keeps_eagers.get()
 
 
 def _are_channels_last(*tensors: Tensor) -> bool:
