@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -55,6 +56,8 @@ def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -
             kernels = wait_for_kernels()
         with timed("link"):
             linked = link_program(program, sources, kernels)
+        if options.cuda_graphs:
+            linked = replace(linked, link_again=partial(link_program, program, sources, kernels))
         dump(f"{compute.name}.program", str, linked.text)
         return linked
 

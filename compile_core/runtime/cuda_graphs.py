@@ -23,6 +23,7 @@ from gradsplit.compile_core.ir.communicator import Program
 from gradsplit.compile_core.ir.graphs import PartitionedGraph
 from gradsplit.compile_core.ir.kept_calls import KeptCall
 from gradsplit.compile_core.ir.regions import graph_inputs, graph_results
+from gradsplit.compile_core.ir.temporary_memory import sharing
 from gradsplit.compile_core.runtime.executable import Executable
 from gradsplit.compile_core.runtime.graphed_program import (
     MOST_AT_ONCE,
@@ -31,6 +32,7 @@ from gradsplit.compile_core.runtime.graphed_program import (
     Recorder,
 )
 from gradsplit.compile_core.runtime.recorded_segments import GraphedBackward, SegmentRecorder, StoringProgram
+from gradsplit.compile_core.runtime.shared_memory import shared_memory
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +47,14 @@ class CudaRecorder:
 
     Args:
         device: the GPU.
-        pool: the memory of all graphs; else each has a pool of its own.
+        pool: the memory of all graphs; else each has a pool of its own. Temporaries lie in ``shared_memory``.
     """
 
     def __init__(self, device: torch.device, pool: Any = None) -> None:
         self._device = device
         self._stream = _capture_stream(device)
         self._pool = pool
+        self._memory = shared_memory(self._stream.device_index)
 
     def reason_against(self) -> str:
         return "another CUDA graph is being captured" if torch.cuda.is_current_stream_capturing() else ""
@@ -62,6 +65,9 @@ class CudaRecorder:
     def record(
         self, program: Program, inputs: list[torch.Tensor]
     ) -> tuple[Callable[[], None], Sequence[Any]]:
+        memory = self._memory
+        if memory is not None:
+            program = sharing(program, memory)
         graph = torch.cuda.CUDAGraph()
         generator = torch.cuda.default_generators[self._stream.device_index]
         state = generator.clone_state()
@@ -78,7 +84,13 @@ class CudaRecorder:
                     try:
                         results = program(inputs)
                     finally:
-                        graph.capture_end()
+                        try:
+                            if memory is not None:
+                                memory.leave()
+                        finally:
+                            graph.capture_end()
+                if memory is not None:
+                    memory.check_apart(results)
             except Exception:
                 # Else the generator believes that the capture goes on.
                 generator.graphsafe_set_state(state)
@@ -86,7 +98,7 @@ class CudaRecorder:
             finally:
                 if collecting:
                     gc.enable()
-        return graph.replay, results
+        return graph.replay if memory is None else memory.in_turn(graph.replay), results
 
     def follow(self, stream: Any) -> Any:
         current = torch.cuda.current_stream(self._device)

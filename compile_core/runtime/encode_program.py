@@ -38,12 +38,14 @@ import torch
 from gradsplit.compile_core.ir.kernels import BuiltKernel, CudaLaunch, KernelSource
 from gradsplit.compile_core.ir.loops import ExternCall, GeneratedStep, View
 from gradsplit.compile_core.ir.step_effects import views_in
+from gradsplit.compile_core.ir.temporary_memory import TemporaryMemory
 from gradsplit.compile_core.runtime.instructions import (
     Allocate,
     Call,
     Free,
     Instructions,
     Launch,
+    Switch,
     function_of,
     is_whole,
     may_alias,
@@ -86,14 +88,15 @@ def encode_program(
     sources: Mapping[str, KernelSource],
     kernels: Mapping[str, Kernel],
     first_line: int,
+    memory: TemporaryMemory | None = None,
 ) -> EncodedProgram:
     """The program of a region.
 
     Args:
-        sources, kernels: see ``write_program``; a ``BuiltKernel`` runs without Python.
+        sources, kernels, memory: see ``write_program``; a ``BuiltKernel`` runs without Python.
         first_line: the line of the first instruction in the text that tracebacks show.
     """
-    encoder = _Encoder(instructions, sources, kernels)
+    encoder = _Encoder(instructions, sources, kernels, memory)
     encoder.encode(first_line)
     header = (encoder.count, len(instructions.given))
     return EncodedProgram(
@@ -103,7 +106,11 @@ def encode_program(
 
 class _Encoder:
     def __init__(
-        self, instructions: Instructions, sources: Mapping[str, KernelSource], kernels: Mapping[str, Kernel]
+        self,
+        instructions: Instructions,
+        sources: Mapping[str, KernelSource],
+        kernels: Mapping[str, Kernel],
+        memory: TemporaryMemory | None,
     ) -> None:
         self.words: list[int] = []
         self.constants: list[Any] = []
@@ -112,6 +119,7 @@ class _Encoder:
         self._program = instructions.program
         self._sources = sources
         self._kernels = kernels
+        self._memory = memory
         names = dict.fromkeys((*instructions.given, *instructions.buffers))
         self._registers = {name: k for k, name in enumerate(names)}
         self.count = len(self._registers)
@@ -130,6 +138,10 @@ class _Encoder:
                     self._call(call, line)
                 case Free(buffers):
                     self._free([self._registers[name] for name in buffers])
+                case Switch(is_shared):
+                    assert self._memory is not None
+                    function = self._memory.enter if is_shared else self._memory.leave
+                    self._call_function(function, (), (), (), line)
         self._return(first_line + len(self._instructions.steps))
 
     def _emit(self, instruction: Opcode, *words: int) -> None:

@@ -7,7 +7,7 @@ are called by the region itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from gradsplit.compile_core.errors import InternalError
 from gradsplit.compile_core.ir.communicator import Destinations, RegionObserver
 from gradsplit.compile_core.ir.pick import picker
 from gradsplit.compile_core.ir.schedule import Schedule
+from gradsplit.compile_core.ir.temporary_memory import TemporaryMemory, sharing
 
 # A compiled region: takes the inputs and then the destinations, in the order of the ``Compute``; returns its
 # outputs, with the destination itself as the value of an output that was stored there. The list that it is
@@ -68,6 +69,11 @@ class Executable:
             if destinations is not None:
                 destinations.arrived(stored, values)
         return [None if name is None else values[name] for name in self.schedule.outputs]
+
+    def sharing(self, memory: TemporaryMemory) -> Executable:
+        """See ``SharingProgram``. What one region passes to another is not shared."""
+        regions = {name: sharing(region, memory) for name, region in self.regions.items()}
+        return replace(link(self.schedule, regions), observer=self.observer)
 
 
 def link(schedule: Schedule, regions: Mapping[str, Region]) -> Executable:

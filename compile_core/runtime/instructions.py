@@ -63,7 +63,14 @@ class Free:
     buffers: tuple[str, ...]
 
 
-Instruction = Allocate | Launch | Call | Free
+@dataclass(frozen=True)
+class Switch:
+    """What is allocated from here on lies in memory that recordings share, or no more; see ``share_temporaries``."""
+
+    is_shared: bool
+
+
+Instruction = Allocate | Launch | Call | Free | Switch
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch
 
 from gradsplit.compile_core.ir.kernels import KernelSource
 from gradsplit.compile_core.ir.loops import ExternCall, GeneratedStep, View
+from gradsplit.compile_core.ir.temporary_memory import TemporaryMemory
 from gradsplit.compile_core.runtime.instructions import (
     Allocate,
     Call,
@@ -23,6 +24,7 @@ from gradsplit.compile_core.runtime.instructions import (
     Instruction,
     Instructions,
     Launch,
+    Switch,
     function_of,
     is_whole,
     returns_sequence,
@@ -54,14 +56,16 @@ def write_program(
     instructions: Instructions,
     sources: Mapping[str, KernelSource],
     kernels: Mapping[str, Callable[..., None]],
+    memory: TemporaryMemory | None = None,
 ) -> PythonProgram:
     """The text of a region.
 
     Args:
         sources: those of the program's kernels, by the nest's name.
         kernels: functions of the tensors of ``KernelSource.buffers``, or of their addresses.
+        memory: what each ``Switch`` is about.
     """
-    writer = _Writer(instructions, sources, kernels)
+    writer = _Writer(instructions, sources, kernels, memory)
     head, lines = writer.head(), writer.lines()
     text = "\n".join([*head, *lines]) + "\n"
     filename = f"<gradsplit {instructions.program.name} {id(writer):x}>"
@@ -75,6 +79,7 @@ class _Writer:
     instructions: Instructions
     sources: Mapping[str, KernelSource]
     kernels: Mapping[str, Callable[..., None]]
+    memory: TemporaryMemory | None
     names: dict[str, Any] = field(
         default_factory=lambda: {
             "empty_strided": torch.empty_strided,
@@ -112,6 +117,8 @@ class _Writer:
                 return self._call(call)
             case Free(buffers):
                 return f"del {', '.join(self.variables[name] for name in buffers)}"
+            case Switch(is_shared):
+                return f"{self._named('memory', self.memory)}.{'enter' if is_shared else 'leave'}()"
 
     def _allocation(self, name: str, taken: Sequence[str]) -> str:
         spec = self.instructions.buffers[name]

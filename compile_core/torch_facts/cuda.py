@@ -21,3 +21,23 @@ current_stream_parts = private(
     "torch._C:_cuda_getCurrentStream", "overlap of collectives on GPUs", _WITHOUT_CUDA
 )
 sleep = private("torch.cuda:_sleep", "measuring clocks of several streams", _WITHOUT_CUDA)
+
+_OWN_TEMPORARIES = "each recording of a CUDA graph has memory of its own for its temporaries"
+begin_allocating = private(
+    "torch._C:_cuda_beginAllocateCurrentThreadToPool",
+    "memory that recordings of CUDA graphs share",
+    _OWN_TEMPORARIES,
+    lambda device, pool: None,
+)
+end_allocating = private(
+    "torch._C:_cuda_endAllocateToPool",
+    "memory that recordings of CUDA graphs share",
+    _OWN_TEMPORARIES,
+    lambda device, pool: None,
+)
+release_pool = private(
+    "torch._C:_cuda_releasePool",
+    "memory that recordings of CUDA graphs share",
+    _OWN_TEMPORARIES,
+    lambda device, pool: None,
+)

@@ -8,13 +8,14 @@ graph holds the stores among its kernels. Where they were, the program returns `
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from gradsplit.compile_core.ir.communicator import Program
 from gradsplit.compile_core.ir.graphs import PartitionedGraph, replaced_inputs
+from gradsplit.compile_core.ir.temporary_memory import TemporaryMemory, sharing
 from gradsplit.compile_core.torch_facts.autograd_engine import foreach_copy, tell_of_changes
 
 
@@ -34,20 +35,34 @@ def updating(program: Program, graph: PartitionedGraph, updated: dict[int, int])
     Where the program has stored one there already, autograd is told only.
     """
     groups = copy_groups(graph, [(position, output) for output, position in updated.items()])
-    if not groups:
-        return program
-    outputs = tuple(updated)
+    return UpdatingProgram(program, tuple(groups), tuple(updated)) if groups else program
 
-    def run(arguments: list[torch.Tensor]) -> Sequence[Any]:
-        changed = [[arguments[position] for position in group.inputs] for group in groups]
-        results = [*program(arguments)]
-        for tensors, group in zip(changed, groups, strict=True):
+
+@dataclass(frozen=True)
+class UpdatingProgram:
+    """A program that stores some of its outputs into its inputs.
+
+    Attributes:
+        groups: which.
+        outputs: their positions.
+    """
+
+    program: Program
+    groups: tuple[CopyGroup, ...]
+    outputs: tuple[int, ...]
+
+    def __call__(self, arguments: list[torch.Tensor]) -> Sequence[Any]:
+        changed = [[arguments[position] for position in group.inputs] for group in self.groups]
+        results = [*self.program(arguments)]
+        for tensors, group in zip(changed, self.groups, strict=True):
             group.store(tensors, results)
-        for output in outputs:
+        for output in self.outputs:
             results[output] = None
         return results
 
-    return run
+    def sharing(self, memory: TemporaryMemory) -> UpdatingProgram:
+        """See ``SharingProgram``."""
+        return replace(self, program=sharing(self.program, memory))
 
 
 @dataclass(frozen=True)
