@@ -13,6 +13,7 @@ import logging
 import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -31,6 +32,7 @@ from gradsplit.compile_core.runtime.graphed_program import (
     RecordedSource,
     Recorder,
 )
+from gradsplit.compile_core.runtime.lent_tensors import lent_tensors
 from gradsplit.compile_core.runtime.recorded_segments import GraphedBackward, SegmentRecorder, StoringProgram
 from gradsplit.compile_core.runtime.shared_memory import shared_memory
 
@@ -40,6 +42,21 @@ logger = logging.getLogger(__name__)
 _SMALL_BYTES = 1 << 16
 
 _one_at_a_time = threading.Lock()
+
+
+@dataclass(frozen=True)
+class CudaReplay:
+    """Replays a graph, and holds its memory.
+
+    Attributes:
+        pool: that of the allocator's which its capture allocated from.
+    """
+
+    run: Callable[[], None]
+    pool: Any
+
+    def __call__(self) -> None:
+        self.run()
 
 
 class CudaRecorder:
@@ -59,14 +76,22 @@ class CudaRecorder:
     def reason_against(self) -> str:
         return "another CUDA graph is being captured" if torch.cuda.is_current_stream_capturing() else ""
 
-    def in_parts(self) -> CudaRecorder:
-        return CudaRecorder(self._device, torch.cuda.graph_pool_handle())
+    def in_parts(self, within: CudaReplay | None = None) -> CudaRecorder:
+        return CudaRecorder(self._device, torch.cuda.graph_pool_handle() if within is None else within.pool)
+
+    @property
+    def lends(self) -> bool:
+        return self._memory is not None  # which has all replays take turns
+
+    def lent(self, tensors: list[torch.Tensor], replay: CudaReplay) -> list[torch.Tensor]:
+        return lent_tensors(tensors, replay)
 
     def record(
-        self, program: Program, inputs: list[torch.Tensor]
-    ) -> tuple[Callable[[], None], Sequence[Any]]:
+        self, program: Program, inputs: list[torch.Tensor], within: CudaReplay | None = None
+    ) -> tuple[CudaReplay, Sequence[Any]]:
         memory = self._memory
-        if memory is not None:
+        pool = self._pool if within is None else within.pool
+        if memory is not None and within is None:
             program = sharing(program, memory)
         graph = torch.cuda.CUDAGraph()
         generator = torch.cuda.default_generators[self._stream.device_index]
@@ -80,7 +105,7 @@ class CudaRecorder:
             gc.disable()
             try:
                 with torch.cuda.stream(self._stream):
-                    graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                     try:
                         results = program(inputs)
                     finally:
@@ -98,7 +123,9 @@ class CudaRecorder:
             finally:
                 if collecting:
                     gc.enable()
-        return graph.replay if memory is None else memory.in_turn(graph.replay), results
+        return CudaReplay(
+            graph.replay if memory is None else memory.in_turn(graph.replay), graph.pool()
+        ), results
 
     def follow(self, stream: Any) -> Any:
         current = torch.cuda.current_stream(self._device)
@@ -184,6 +211,7 @@ def graph_programs(
         copied_in=range(len(graph.saved), num_inputs),
         sources=[saved_source(graph, graphed)],
         at_once=at_once,
+        reads_last=True,
     )
     return graphed, GraphedBackward(storing, graphed_backward) if storing else graphed_backward
 

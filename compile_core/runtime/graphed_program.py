@@ -28,7 +28,6 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -37,13 +36,14 @@ from gradsplit.compile_core.artifact_logs import log_artifact
 from gradsplit.compile_core.errors import InternalError
 from gradsplit.compile_core.ir.communicator import Program
 from gradsplit.compile_core.ir.pick import picker
-from gradsplit.compile_core.ir.tensor_spec import TensorSpec
-from gradsplit.compile_core.runtime.region_interpreter import region_interpreter
-from gradsplit.compile_core.torch_facts.autograd_engine import (
-    foreach_copy,
-    storage_use_count,
-    tell_of_changes,
+from gradsplit.compile_core.runtime.recording import (
+    Recording,
+    borrowed_from,
+    new_like,
+    places_of,
+    storage_of,
 )
+from gradsplit.compile_core.torch_facts.autograd_engine import tell_of_changes
 from gradsplit.compile_core.torch_facts.torch_switches import saved_tensor_hooks_are_active
 
 logger = logging.getLogger(__name__)
@@ -60,128 +60,36 @@ class Recorder(Protocol):
         """Why nothing can be recorded or replayed at this moment, or ""."""
         ...
 
-    def in_parts(self) -> Recorder:
+    def in_parts(self, within: Any = None) -> Recorder:
         """A recorder of what is replayed one after the other, always in the order in which it was recorded: memory that
-        one recording has freed may be used by the next."""
+        one recording has freed may be used by the next. They may use memory ``within`` an earlier recording; see
+        ``record``."""
         ...
 
     def record(
-        self, program: Program, inputs: list[torch.Tensor]
+        self, program: Program, inputs: list[torch.Tensor], within: Any = None
     ) -> tuple[Callable[[], None], Sequence[Any]]:
         """What computes the program's results from what lies at the inputs' addresses by then, and the tensors into
         which it does. The inputs are not held, nor are the results computed yet. The list may be emptied.
+
+        Args:
+            within: what replays an earlier recording, of which some results are among the inputs and held by nobody
+                else. Their memory is used for what is computed once they have been read.
         """
+        ...
+
+    @property
+    def lends(self) -> bool:
+        """Whether anything can be recorded ``within`` another recording."""
+        ...
+
+    def lent(self, tensors: list[torch.Tensor], replay: Any) -> list[torch.Tensor]:
+        """Tensors in the same memory, which hold not that but what replays the recording to which it belongs."""
         ...
 
     def follow(self, stream: Any) -> Any:
         """Makes what comes next wait for the work on a stream that an earlier call gave; returns the current one."""
         ...
-
-
-@dataclass(frozen=True)
-class Borrowed:
-    """A result in the memory of an input, which is made from the input of each call."""
-
-    position: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    def of(self, given: torch.Tensor) -> torch.Tensor:
-        return given.as_strided(self.size, self.stride, given.storage_offset() + self.offset)
-
-
-class Recording:
-    """One recording: what it reads, and the results in its memory.
-
-    Args:
-        replay: computes the results.
-        sources: the recordings of other programs in whose memory it reads. Addresses do not tell them: when one is
-            gone, another may lie where it was.
-        copies: the tensor into which an input is copied, by position.
-        results: tensors in its memory, ``Borrowed``, or ``None``.
-        num_given: how many of the first results are given out. The others are only where they share memory with those.
-        stream: where it was last used; see ``Recorder.follow``.
-    """
-
-    def __init__(
-        self,
-        replay: Callable[[], None],
-        sources: Sequence[Recording],
-        copies: Mapping[int, torch.Tensor],
-        results: Sequence[torch.Tensor | Borrowed | None],
-        num_given: int,
-        stream: Any,
-    ) -> None:
-        self.replay = replay
-        # Not held, or a forward that is recorded anew would keep the memory of what it was before.
-        self._sources = [*map(weakref.ref, sources)]
-        self.results = results
-        self.stream = stream
-        self._copies = copies
-        visible = {_storage(result) for result in results[:num_given] if isinstance(result, torch.Tensor)}
-        given: list[Any] = [
-            None if isinstance(result, torch.Tensor) and _storage(result) not in visible else result
-            for result in results
-        ]
-        self.hidden = frozenset(
-            position for position, result in enumerate(results) if given[position] is not result
-        )
-        if self.hidden:
-            given[min(self.hidden)] = _witness(results[min(self.hidden)])
-        self.borrows = any(isinstance(result, Borrowed) for result in results)
-        # What is borrowed has no place of its own.
-        self.places = tuple(
-            None if isinstance(result, Borrowed) else _places([result])[0] for result in given
-        )
-        # Two results that are one tensor stay one.
-        distinct = {id(result): result for result in given if isinstance(result, torch.Tensor)}
-        numbers = {identity: number for number, identity in enumerate(distinct)}
-        self._tensors = list(distinct.values())
-        self._plan = [numbers[id(result)] if isinstance(result, torch.Tensor) else result for result in given]
-        self._results_in: dict[int, list[int]] = {}
-        for position, result in enumerate(given):
-            if isinstance(result, torch.Tensor):
-                self._results_in.setdefault(_storage(result), []).append(position)
-        # Holders of each storage while nobody outside holds it.
-        self._idle = {storage: storage_use_count(storage) for storage in self._results_in}
-
-    def reads(self, sources: Sequence[Recording]) -> bool:
-        """Whether it computes from what these recordings kept."""
-        return all(own() is source for own, source in zip(self._sources, sources, strict=True))
-
-    def is_of_use(self) -> bool:
-        """Whether what it reads is still there."""
-        return all(source() is not None for source in self._sources)
-
-    def held(self) -> list[list[int]]:
-        """For each piece of memory that somebody outside holds, the positions of the results in it."""
-        return [
-            self._results_in[storage]
-            for storage, idle in self._idle.items()
-            if storage_use_count(storage) != idle
-        ]
-
-    def read(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Copies what has to be copied."""
-        _copy_all([(copy, inputs[position]) for position, copy in self._copies.items()])
-
-    def give(self, inputs: Sequence[torch.Tensor], copied: Iterable[int]) -> list[Any]:
-        """New tensors for the results; those at the positions ``copied`` have memory of their own."""
-        alias = _inference_alias if torch.is_inference_mode_enabled() else torch.Tensor.detach
-        aliases = list(map(alias, self._tensors))
-        results: list[Any] = [
-            aliases[item] if isinstance(item, int) else item and item.of(inputs[item.position])
-            for item in self._plan
-        ]
-        pairs = []
-        for position in copied:
-            source = self.results[position]
-            if isinstance(source, torch.Tensor):
-                results[position] = _empty_like(source)
-                pairs.append((results[position], source))
-        _copy_all(pairs)
-        return results
 
 
 _living: weakref.WeakSet[Recording] = weakref.WeakSet()
@@ -220,6 +128,19 @@ class RecordedSource:
                 assert isinstance(kept, torch.Tensor)
                 inputs[position] = kept.detach()
 
+    def move(self, inputs: list[Any], recording: Recording, recorder: Recorder) -> set[int]:
+        """Puts what the recording hides into the inputs, which are then all that holds it, and says where it is."""
+        hidden = recording.lend(lambda tensors: recorder.lent(tensors, recording.replay))
+        moved = {position: hidden[k] for position, k in self.kept.items() if k in hidden}
+        for position, tensor in moved.items():
+            inputs[position] = tensor
+        return {*moved}
+
+    def witness(self, recording: Recording) -> int | None:
+        """The position among the inputs of the witness of a recording; ``None`` if that has none."""
+        first = min(recording.hidden, default=None)
+        return next((position for position, k in self.kept.items() if k == first), None)
+
     def _places_in(self, recording: Recording) -> tuple[int | None, ...]:
         places = self._places.get(recording)
         if places is None:
@@ -250,6 +171,8 @@ class GraphedProgram:
         copied_out: positions of results that are copied out from the start.
         sources: the programs that computed some of its inputs.
         at_once: how many recordings there may be.
+        reads_last: whether nothing else reads what its one source keeps, unless a graph of autograd's is retained. It
+            may then compute in that memory.
     """
 
     def __init__(
@@ -266,6 +189,7 @@ class GraphedProgram:
         copied_out: Iterable[int] = (),
         sources: Iterable[RecordedSource] = (),
         at_once: int = MOST_AT_ONCE,
+        reads_last: bool = False,
     ) -> None:
         self._name = name
         self._program = program
@@ -289,13 +213,17 @@ class GraphedProgram:
         # Those that are used no more, while a backward may still come for what they kept.
         self._leaving: list[Recording] = []
         self._recorded = 0
+        # Whether results have outlasted the next replay of the source, or it was read again.
+        self._must_outlast = threading.Event()
+        if not (reads_last and recorder.lends):
+            self._must_outlast.set()
         self._given_up = False
         self._reported: set[str] = set()
         self._lock = threading.Lock()
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         with self._lock:
-            places = _places(inputs)
+            places = places_of(inputs)
             found = self._find_sources(places)
             recording = None if self._given_up else self._choose(inputs, places, found)
             if recording is not None:
@@ -316,7 +244,7 @@ class GraphedProgram:
         """What was saved for a backward, with all that its forward kept."""
         values = [*saved]
         with self._lock:
-            self._restore(values, self._find_sources(_places(saved)))
+            self._restore(values, self._find_sources(places_of(saved)))
         return values
 
     def alive(self) -> list[Recording]:
@@ -344,16 +272,35 @@ class GraphedProgram:
         if len(sources) < len(found):
             return None  # the forward ran plainly, and has said why
         self._forget_moved(places, inputs)
+        may_overwrite = self._may_overwrite(inputs, sources)
         for recording in list(self._recordings):
             if recording.reads(sources):
+                if recording.is_successor and not may_overwrite:
+                    self._recordings.remove(recording)
+                    continue
                 held = recording.held()
+                if not held and recording.is_awaited():
+                    self._recordings.remove(recording)
+                    continue
                 if not held:
                     return recording
                 to_copy = [self._not_yet_copied(positions) for positions in held]
                 if all(to_copy):
                     self._copied_out.update(*to_copy)
                     self._recordings.remove(recording)
-        return self._record(inputs, sources)
+        return self._record(inputs, sources, may_overwrite)
+
+    def _may_overwrite(self, inputs: list[Any], sources: Sequence[Recording]) -> bool:
+        """Whether nobody will ask again for what the source kept for this call."""
+        if self._must_outlast.is_set() or len(sources) != 1:
+            return False
+        position = self._sources[0].witness(sources[0])
+        if position is None:
+            return False
+        if not sources[0].is_read_last(inputs, position):
+            self._must_outlast.set()
+            return False
+        return True
 
     def _find_sources(self, places: Sequence[int | None]) -> list[Recording | None]:
         """For each source, the recording that computed what comes from it."""
@@ -392,7 +339,9 @@ class GraphedProgram:
         """Those results that would be copied instead, were they known to outlive the next call."""
         return {p for p in positions if p < self._num_visible and p not in self._copied_out}
 
-    def _record(self, inputs: Sequence[Any], sources: Sequence[Recording]) -> Recording | None:
+    def _record(
+        self, inputs: Sequence[Any], sources: Sequence[Recording], may_overwrite: bool
+    ) -> Recording | None:
         self._leaving = [recording for recording in self._leaving if recording.held()]
         self._recordings = [recording for recording in self._recordings if recording.is_of_use()]
         if len(self._recordings) >= self.at_once:
@@ -404,19 +353,31 @@ class GraphedProgram:
         try:
             # Tensors made in inference mode could not be given out to autograd later.
             with torch.inference_mode(False), torch.no_grad():
-                copies = {position: _empty_like(inputs[position]) for position in sorted(self._copied_in)}
+                copies = {position: new_like(inputs[position]) for position in sorted(self._copied_in)}
                 static: list[Any] = [copies.get(position, tensor) for position, tensor in enumerate(inputs)]
-                self._restore(static, sources)
-                replay, results = self.recorder.record(self._program, [*static])
+                moved: set[int] = set()
+                within = None
+                if may_overwrite and not sources[0].is_lent:
+                    within = sources[0].replay
+                    moved = self._sources[0].move(static, sources[0], self.recorder)
+                else:
+                    self._restore(static, sources)
+                given = [*static]
+                for position in moved:
+                    static[position] = None
+                replay, results = self.recorder.record(self._program, given, within)
         except Exception as error:
             self._given_up = True
             return self._run_plainly(f"recording failed: {error}")
-        owners = {_storage(tensor): position for position, tensor in enumerate(static)}
-        described = [_borrowed(result, owners, static) or result for result in results]
+        owners = {
+            storage_of(tensor): position for position, tensor in enumerate(static) if tensor is not None
+        }
+        described = [borrowed_from(result, owners, static) or result for result in results]
         del results
         follow = self.recorder.follow(None)
         num_given = self._num_visible if self._hides else len(described)
-        recording = Recording(replay, sources, copies, described, num_given, follow)
+        must_outlast = None if within is None else self._must_outlast
+        recording = Recording(replay, sources, copies, described, num_given, follow, must_outlast)
         log_artifact("cudagraphs", lambda: f"{self._name} was recorded, {self._recorded + 1} times by now")
         self._recordings.append(recording)
         self._recorded += 1
@@ -428,57 +389,3 @@ class GraphedProgram:
         if reason not in self._reported:
             self._reported.add(reason)
             logger.warning("%s runs without a recording: %s", self._name, reason)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-def _places(values: Sequence[Any]) -> list[int | None]:
-    """Addresses; that of nothing is -1."""
-    interpreter = region_interpreter()
-    if interpreter is not None:
-        return interpreter.addresses([*values])
-    return [-1 if value is None else value.data_ptr() for value in values]
-
-
-def _witness(kept: Any) -> torch.Tensor:
-    with torch.inference_mode(False):
-        return torch.empty(1, dtype=torch.uint8, device=kept.device)
-
-
-def _inference_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """What ``detach`` would be if the tensor had been made in inference mode, as the program would make it there."""
-    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return empty.set_(tensor.untyped_storage(), int(tensor.storage_offset()), tensor.shape, tensor.stride())
-
-
-def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copies each second tensor into the first, which has the same layout; one launch for those of a dtype."""
-    if not pairs:
-        return
-    by_dtype: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    for target, source in pairs:
-        if not TensorSpec.of(target).is_dense:
-            target, source = _memory_of(target), _memory_of(source)
-        by_dtype.setdefault(target.dtype, []).append((target, source))
-    with torch.no_grad():
-        for group in by_dtype.values():
-            foreach_copy([target for target, _ in group], [source for _, source in group])
-
-
-def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All that a tensor spans, in the order of memory: gaps and shared elements as they lie."""
-    return tensor.as_strided((TensorSpec.of(tensor).span,), (1,), tensor.storage_offset())
-
-
-def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-
-
-def _borrowed(result: Any, owners: Mapping[int, int], static: Sequence[torch.Tensor]) -> Borrowed | None:
-    position = owners.get(_storage(result)) if isinstance(result, torch.Tensor) else None
-    if position is None:
-        return None
-    offset = int(result.storage_offset()) - int(static[position].storage_offset())
-    return Borrowed(position, tuple(result.shape), tuple(result.stride()), offset)

@@ -56,14 +56,23 @@ class SegmentRecorder:
     def follow(self, stream: Any) -> Any:
         return self._recorder.follow(stream)
 
-    def in_parts(self) -> Recorder:
+    def in_parts(self, within: Any = None) -> Recorder:
         return self
 
-    def record(self, program: Program, inputs: list[Any]) -> tuple[Callable[[], None], Sequence[Any]]:
+    @property
+    def lends(self) -> bool:
+        return self._recorder.lends
+
+    def lent(self, tensors: list[torch.Tensor], replay: Any) -> list[torch.Tensor]:
+        return self._recorder.lent(tensors, replay)
+
+    def record(
+        self, program: Program, inputs: list[Any], within: Any = None
+    ) -> tuple[Callable[[], None], Sequence[Any]]:
         assert isinstance(program, StoringProgram) and program.destinations is not None
         executable = program.executable
         steps: list[Callable[[], None]] = []
-        parts = self._recorder.in_parts()
+        parts = self._recorder.in_parts(within)
 
         def recording(name: str, region: Region) -> Region:
             def record(arguments: list[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -132,7 +141,9 @@ class GraphedBackward:
             return executable(values, destinations)
         self._program.destinations = destinations
         try:
-            return self._graphed([*inputs, *places])
+            given = [*inputs, *places]
+            inputs.clear()
+            return self._graphed(given)
         finally:
             self._program.destinations = None
 

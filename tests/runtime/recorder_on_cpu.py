@@ -31,7 +31,12 @@ class RecorderOnCpu:
         self.against = ""
         self.failure: Exception | None = None
 
-    def in_parts(self) -> RecorderOnCpu:
+    lends = False
+
+    def lent(self, tensors: list[torch.Tensor], replay: Any) -> list[torch.Tensor]:
+        return tensors
+
+    def in_parts(self, within: Any = None) -> RecorderOnCpu:
         self.segmented += 1
         return self
 
@@ -39,7 +44,7 @@ class RecorderOnCpu:
         return self.against
 
     def record(
-        self, program: Program, inputs: list[torch.Tensor]
+        self, program: Program, inputs: list[torch.Tensor], within: Any = None
     ) -> tuple[Callable[[], None], Sequence[Any]]:
         if self.failure is not None:
             raise self.failure
@@ -67,3 +72,63 @@ class RecorderOnCpu:
 
     def follow(self, stream: Any) -> Any:
         return stream
+
+
+class _Replay:
+    """Attributes:
+    lent: what memory it gave away, and ``results`` what was recorded there, if anything was.
+    """
+
+    def __init__(self, replay: Callable[[], None]) -> None:
+        self._replay = replay
+        self.lent: Sequence[torch.Tensor] = ()
+        self.results: Sequence[Any] = ()
+        self.within: _Replay | None = None
+
+    def __call__(self) -> None:
+        _spoil(self.results)
+        self._replay()
+        if self.within is not None:
+            _spoil(self.within.lent)
+
+
+def _spoil(tensors: Sequence[Any]) -> None:
+    """Makes them what nobody takes for a result."""
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor):
+            tensor.data.fill_(float("nan") if tensor.is_floating_point() else 77)
+
+
+class LendingRecorder(RecorderOnCpu):
+    """Spoils what one recording overwrites of another: a backward what its forward kept, the forward its results.
+
+    Attributes:
+        within: how many recordings were made in the memory of others.
+    """
+
+    lends = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.within = 0
+
+    def lent(self, tensors: list[torch.Tensor], replay: Any) -> list[torch.Tensor]:
+        assert not replay.lent, "memory is lent once"
+        replay.lent = tensors
+        return tensors
+
+    def record(
+        self, program: Program, inputs: list[torch.Tensor], within: Any = None
+    ) -> tuple[Callable[[], None], Sequence[Any]]:
+        borrowed = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+        replay, results = super().record(program, inputs)
+        made = _Replay(replay)
+        if within is not None:
+            self.within += 1
+            made.within = within
+            within.results = [
+                result
+                for result in results
+                if result is not None and result.untyped_storage().data_ptr() not in borrowed
+            ]
+        return made, results

@@ -21,16 +21,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import gradsplit
 from gradsplit.compile_core import pipeline
 from gradsplit.compile_core.ir.kept_calls import KeptCall
-from gradsplit.compile_core.runtime import cuda_graphs, graphed_program
+from gradsplit.compile_core.runtime import cuda_graphs, graphed_program, recording
 from gradsplit.compile_core.runtime.cuda_graphs import graph_programs
 from gradsplit.compile_core.runtime.graphed_program import GraphedProgram
-from tests.runtime.recorder_on_cpu import RecorderOnCpu
+from tests.runtime.recorder_on_cpu import LendingRecorder, RecorderOnCpu
 
 
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecorderOnCpu]:
+@pytest.fixture(params=[RecorderOnCpu, LendingRecorder])
+def recorder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[RecorderOnCpu]:
     """Makes ``mode="reduce-overhead"`` record on the CPU."""
-    made = RecorderOnCpu()
+    made = request.param()
     monkeypatch.setattr(pipeline, "with_cuda_graphs", functools.partial(graph_programs, recorder=made))
     yield made
 
@@ -240,7 +240,7 @@ def test_a_recording_is_not_taken_for_another_that_lay_at_its_address(
     recorder: RecorderOnCpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = ctypes.create_string_buffer(1)
-    monkeypatch.setattr(graphed_program, "_witness", lambda kept: torch.frombuffer(memory, dtype=torch.uint8))
+    monkeypatch.setattr(recording, "_witness", lambda kept: torch.frombuffer(memory, dtype=torch.uint8))
     plain, twin, compiled = nets()
     for k, x in enumerate(batches(6)):
         if k == 3:

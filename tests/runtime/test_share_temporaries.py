@@ -141,7 +141,7 @@ class SharingRecorder(RecorderOnCpu):
         self.entered = 0
 
     def record(
-        self, program: Program, inputs: list[torch.Tensor]
+        self, program: Program, inputs: list[torch.Tensor], within: Any = None
     ) -> tuple[Callable[[], None], Sequence[Any]]:
         assert isinstance(program, SharingProgram)
 
@@ -155,7 +155,7 @@ class SharingRecorder(RecorderOnCpu):
             assert not any(map(memory.holds, results))
             return results
 
-        return super().record(noted, inputs)
+        return super().record(noted, inputs, within)
 
 
 @pytest.fixture

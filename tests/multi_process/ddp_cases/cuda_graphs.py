@@ -19,7 +19,7 @@ import gradsplit
 from gradsplit.bucketing.bucket import BucketPlan
 from gradsplit.bucketing.reducer_plan import reducer_plan
 from gradsplit.compile_core import pipeline
-from gradsplit.compile_core.runtime.cuda_graphs import CudaRecorder, graph_programs
+from gradsplit.compile_core.runtime.cuda_graphs import CudaRecorder, CudaReplay, graph_programs
 from gradsplit.distributed import explain_ddp, inspect_ddp
 from tests.multi_process.ddp_cases.buffers import check_steps_between_changes, with_batch_norm
 from tests.multi_process.ddp_harness import (
@@ -48,9 +48,9 @@ class CountingRecorder(CudaRecorder):
     def reason_against(self) -> str:
         return self.against or super().reason_against()
 
-    def in_parts(self) -> CudaRecorder:
+    def in_parts(self, within: CudaReplay | None = None) -> CudaRecorder:
         self.segmented += 1
-        return super().in_parts()
+        return super().in_parts(within)
 
 
 @contextmanager
