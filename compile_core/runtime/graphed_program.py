@@ -1,9 +1,8 @@
 """Runs a program by replaying a recording of it: what a recording reads where, and whose memory it may overwrite.
 
 A recording reads and writes fixed addresses, so a replay overwrites what the one before it returned. Of torch's CUDA
-graph trees the rule is kept that nothing is overwritten that somebody still uses; the trees are not. Every recording
-has memory of its own, shared with no other, and is free while nobody outside holds a result in it. A call takes a free
-one:
+graph trees the rule is kept that nothing is overwritten that somebody still uses; the trees are not. What a recording
+returns lies in memory of its own, and it is free while nobody outside holds that. A call takes a free one:
 
 * *Inputs* are read where they lie, as parameters are, or copied before a replay. An input is taken to stay where it is
   until it comes from another address; it is copied from then on, in new recordings. When inputs move for a second time,
@@ -16,6 +15,11 @@ one:
   first of them stands a *witness*, an empty tensor by whose address the backward finds the recording; for the others
   ``None``. While a witness is alive, as in two forwards before a backward, another recording is made. A backward in two
   programs is the same once more: the second one reads what the forward and the first one keep.
+
+* *What a backward computes* lies in the memory of what its forward kept, as that is used up: it is recorded as the
+  *successor* of the forward's recording, which is then not replayed while somebody holds the backward's results. If
+  that happens, as when gradients are added up, or if the backward is to run again (``retain_graph``), the program's
+  later recordings have memory of their own, as has each further backward that reads the same recording.
 
 The first call runs plainly, since libraries choose their kernels there. A call that no recording serves runs plainly
 too; the reason is logged once. Two limits: a user who changes a copied result in place gets no error, as in eager
@@ -257,7 +261,7 @@ class GraphedProgram:
                 source.restore(inputs, recording)
 
     def _choose(
-        self, inputs: Sequence[Any], places: list[int | None], found: Sequence[Recording | None]
+        self, inputs: list[Any], places: list[int | None], found: Sequence[Recording | None]
     ) -> Recording | None:
         """A free recording that reads these inputs, made if need be; None where the program must run plainly."""
         reason = self.recorder.reason_against()
@@ -279,11 +283,11 @@ class GraphedProgram:
                     self._recordings.remove(recording)
                     continue
                 held = recording.held()
-                if not held and recording.is_awaited():
+                if not held:
+                    if not recording.is_awaited():
+                        return recording
                     self._recordings.remove(recording)
                     continue
-                if not held:
-                    return recording
                 to_copy = [self._not_yet_copied(positions) for positions in held]
                 if all(to_copy):
                     self._copied_out.update(*to_copy)

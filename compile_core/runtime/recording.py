@@ -39,6 +39,12 @@ class Recording:
         results: tensors in its memory, ``Borrowed``, or ``None``.
         num_given: how many of the first results are given out. The others are only where they share memory with those.
         stream: where it was last used; see ``Recorder.follow``.
+        must_outlast: of a successor, which computes in the memory of what its one source hides: set once results of it
+            are held when the source is to be replayed.
+
+    Attributes:
+        hidden: positions of the results that are not given out.
+        is_lent: whether it holds the memory of these no more; see ``lend``.
     """
 
     def __init__(
@@ -56,7 +62,7 @@ class Recording:
         self._sources = [*map(weakref.ref, sources)]
         self.results = list(results)
         self._must_outlast = must_outlast
-        # What overwrites the memory of this one's hidden results.
+        # Held, since what it gave out must not be overwritten even when its program uses it no more.
         self._successor: Recording | None = None
         self.is_lent = False
         if must_outlast is not None:
@@ -122,7 +128,11 @@ class Recording:
             By position the hidden results, which nobody else holds.
         """
         self.is_lent = True
-        owned = {position: self.results[position] for position in sorted(self.hidden)}
+        owned = {
+            position: result
+            for position, result in enumerate(self.results)
+            if position in self.hidden and isinstance(result, torch.Tensor)
+        }
         for position, tensor in zip(owned, lent([*owned.values()]), strict=True):
             self.results[position] = tensor
         return owned
@@ -137,8 +147,8 @@ class Recording:
         return storage_use_count(storage) == self._idle[storage] + 1
 
     def is_awaited(self) -> bool:
-        """Whether somebody holds results of the successor, which a replay of this one would overwrite. Results of later
-        ones are to have memory of their own then."""
+        """Whether somebody holds results of the successor, which a replay of this one would overwrite. That program is
+        to have no more successors then."""
         successor = self._successor
         if successor is None or not successor.held():
             return False
