@@ -144,7 +144,8 @@ class Recording:
         # Another tensor stands for it meanwhile, so that this recording is in use until the inputs are gone.
         inputs[position] = witness.detach()
         del witness
-        return storage_use_count(storage) == self._idle[storage] + 1
+        idle = self._idle.get(storage)
+        return idle is not None and storage_use_count(storage) == idle + 1
 
     def is_awaited(self) -> bool:
         """Whether somebody holds results of the successor, which a replay of this one would overwrite. That program is
