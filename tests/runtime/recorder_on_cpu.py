@@ -120,15 +120,43 @@ class LendingRecorder(RecorderOnCpu):
     def record(
         self, program: Program, inputs: list[torch.Tensor], within: Any = None
     ) -> tuple[Callable[[], None], Sequence[Any]]:
-        borrowed = {tensor.untyped_storage().data_ptr() for tensor in inputs}
-        replay, results = super().record(program, inputs)
+        replay, results, own = self._recorded(program, inputs)
         made = _Replay(replay)
         if within is not None:
             self.within += 1
             made.within = within
-            within.results = [
-                result
-                for result in results
-                if result is not None and result.untyped_storage().data_ptr() not in borrowed
-            ]
+            within.results = own
         return made, results
+
+    def in_parts(self, within: Any = None) -> RecorderOnCpu:
+        parts = super().in_parts()
+        return parts if within is None else _PartsWithin(self, within)
+
+    def _recorded(
+        self, program: Program, inputs: list[torch.Tensor]
+    ) -> tuple[Callable[[], None], Sequence[Any], list[torch.Tensor]]:
+        """A recording, and of its results those that do not lie in the memory of an input."""
+        borrowed = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+        replay, results = RecorderOnCpu.record(self, program, inputs)
+        own = [
+            result
+            for result in results
+            if result is not None and result.untyped_storage().data_ptr() not in borrowed
+        ]
+        return replay, results, own
+
+
+class _PartsWithin(RecorderOnCpu):
+    """Parts whose results the earlier recording overwrites. What that lent is read by any of them."""
+
+    def __init__(self, whole: LendingRecorder, within: _Replay) -> None:
+        super().__init__()
+        self._whole, self._within = whole, within
+        whole.within += 1
+
+    def record(
+        self, program: Program, inputs: list[torch.Tensor], within: Any = None
+    ) -> tuple[Callable[[], None], Sequence[Any]]:
+        replay, results, own = self._whole._recorded(program, inputs)
+        self._within.results = [*self._within.results, *own]
+        return replay, results

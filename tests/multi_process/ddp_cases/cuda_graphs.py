@@ -36,7 +36,7 @@ from tests.multi_process.ddp_harness import (
     pair,
     train,
 )
-from tests.runtime.recorder_on_cpu import RecorderOnCpu
+from tests.runtime.recorder_on_cpu import LendingRecorder
 
 
 class CountingRecorder(CudaRecorder):
@@ -59,7 +59,7 @@ def recording() -> Iterator[Any]:
     if DEVICE == "cuda":
         recorder: Any = CountingRecorder(torch.device("cuda", torch.cuda.current_device()))
     else:
-        recorder = RecorderOnCpu()
+        recorder = LendingRecorder()
     with mock.patch.object(
         pipeline, "with_cuda_graphs", functools.partial(graph_programs, recorder=recorder)
     ):
