@@ -23,7 +23,7 @@ from gradsplit.compile_core.ir.captured import GraphInput
 from gradsplit.compile_core.ir.packed_weights import has_bfloat16_kernels
 from gradsplit.compile_core.ir.sources import LocalSource
 from gradsplit.compile_core.runtime.cuda_graphs import graph_programs
-from tests.runtime.recorder_on_cpu import RecorderOnCpu
+from tests.runtime.recorder_on_cpu import LendingRecorder
 
 FROZEN = {"freezing": True}
 
@@ -449,7 +449,7 @@ def test_random_numbers_and_views_are_left_in_the_calls(computed: list[int]) -> 
 
 
 def test_recordings_read_values_that_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = RecorderOnCpu()
+    recorder = LendingRecorder()
     monkeypatch.setattr(pipeline, "with_cuda_graphs", functools.partial(graph_programs, recorder=recorder))
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(300, 300)), nn.ReLU())
     frozen = gradsplit.compile(model, options={**FROZEN, "triton.cudagraphs": True})

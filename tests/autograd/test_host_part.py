@@ -21,7 +21,7 @@ from gradsplit.compile_core.autograd.captured_graphs.host_part import host_part,
 from gradsplit.compile_core.ir.host_part import HostPart
 from gradsplit.compile_core.runtime.cuda_graphs import graph_programs
 from tests.autograd.compare_with_eager import check_drawing_call
-from tests.runtime.recorder_on_cpu import RecorderOnCpu
+from tests.runtime.recorder_on_cpu import LendingRecorder
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -159,7 +159,7 @@ def programs() -> list[Callable[..., Any]]:
 
 @pytest.mark.parametrize("program", programs())
 def test_each_call_computes_it(program: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = RecorderOnCpu()
+    recorder = LendingRecorder()
     monkeypatch.setattr(pipeline, "with_cuda_graphs", functools.partial(graph_programs, recorder=recorder))
     monkeypatch.setattr(host_parts, "moved", lambda number, device: moved(number, CPU))
     # The parts are those for a GPU, and run on the CPU.

@@ -35,7 +35,7 @@ from gradsplit.distributed.pipeline.draws import state_of
 from gradsplit.distributed.pipeline.export_pipeline import export_pipeline
 from gradsplit.distributed.pipeline.load_stage import load_stage
 from tests.distributed.pipeline.tied_model import chain, tied
-from tests.runtime.recorder_on_cpu import RecorderOnCpu
+from tests.runtime.recorder_on_cpu import LendingRecorder
 
 CPU = torch.device("cpu")
 # What is added to the sizes of a microbatch in each step, where they are open: to the first dim, and to the last.
@@ -234,7 +234,7 @@ def main() -> None:
     parser.add_argument("models", nargs="+")
     split = sys.argv.index("--")
     options, schedules = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
-    device, recorder = CPU, RecorderOnCpu()
+    device, recorder = CPU, LendingRecorder()
     if options.cuda:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
