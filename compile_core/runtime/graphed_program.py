@@ -231,7 +231,8 @@ class GraphedProgram:
             found = self._find_sources(places)
             recording = None if self._given_up else self._choose(inputs, places, found)
             if recording is not None:
-                recording.stream = self.recorder.follow(recording.stream)
+                for stream in recording.streams():
+                    recording.stream = self.recorder.follow(stream)
                 recording.read(inputs)
                 recording.replay()
                 if self._counted:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +96,13 @@ class Recording:
                 self._results_in.setdefault(storage_of(result), []).append(position)
         # Holders of each storage while nobody outside holds it.
         self._idle = {storage: storage_use_count(storage) for storage in self._results_in}
+
+    def streams(self) -> Iterator[Any]:
+        """Where its memory was last used: by itself, and elsewhere if its successor was."""
+        own, successor = self.stream, self._successor
+        yield own
+        if successor is not None and successor.stream != own:
+            yield successor.stream
 
     def reads(self, sources: Sequence[Recording]) -> bool:
         """Whether it computes from what these recordings kept."""

@@ -74,9 +74,11 @@ class SharedMemory:
                     if self._last_stream is not None:
                         current.wait_event(self._last_replay)
                     self._last_stream, self._last_raw_stream = current, stream
-                replay()
-                # Not the stream is waited for: somebody may be capturing it by then.
-                self._last_replay.record(self._last_stream)
+                try:
+                    replay()
+                finally:
+                    # Not the stream is waited for: somebody may be capturing it by then.
+                    self._last_replay.record(self._last_stream)
 
         return replay_in_turn
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from gradsplit.compile_core.torch_facts.private_parts import private
@@ -22,22 +24,16 @@ current_stream_parts = private(
 )
 sleep = private("torch.cuda:_sleep", "measuring clocks of several streams", _WITHOUT_CUDA)
 
-_OWN_TEMPORARIES = "each recording of a CUDA graph has memory of its own for its temporaries"
-begin_allocating = private(
-    "torch._C:_cuda_beginAllocateCurrentThreadToPool",
-    "memory that recordings of CUDA graphs share",
-    _OWN_TEMPORARIES,
-    lambda device, pool: None,
-)
-end_allocating = private(
-    "torch._C:_cuda_endAllocateToPool",
-    "memory that recordings of CUDA graphs share",
-    _OWN_TEMPORARIES,
-    lambda device, pool: None,
-)
-release_pool = private(
-    "torch._C:_cuda_releasePool",
-    "memory that recordings of CUDA graphs share",
-    _OWN_TEMPORARIES,
-    lambda device, pool: None,
-)
+
+def _of_pools(name: str) -> Any:
+    return private(
+        f"torch._C:{name}",
+        "memory that recordings of CUDA graphs share",
+        "each recording has memory of its own for its temporaries",
+        lambda device, pool: None,
+    )
+
+
+begin_allocating = _of_pools("_cuda_beginAllocateCurrentThreadToPool")
+end_allocating = _of_pools("_cuda_endAllocateToPool")
+release_pool = _of_pools("_cuda_releasePool")

@@ -216,6 +216,27 @@ def test_the_witness_is_there_until_the_results_are(
     assert len(found) == 3 and all(found) and recorder.within == 1
 
 
+def test_a_forward_waits_for_the_stream_of_its_backward(
+    recorder: LendingRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current, waited = "first", list[str]()
+
+    def follow(self: LendingRecorder, stream: str | None) -> str:
+        if stream not in (None, current):
+            waited.append(f"{current} for {stream}")
+        return current
+
+    monkeypatch.setattr(LendingRecorder, "follow", follow)
+    compiled = gradsplit.compile(Net(), backend="aot_eager", mode="reduce-overhead", fullgraph=True)
+    for number, x in enumerate(batches(5)):
+        compiled.zero_grad()
+        current = "first"
+        loss = compiled(x)[0]
+        current = "second" if number == 3 else "first"
+        loss.backward()
+    assert waited == ["second for first", "first for second", "first for second"]
+
+
 def _alive(reference: Any) -> Recording:
     source = reference()
     assert source is not None
