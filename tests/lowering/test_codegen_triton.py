@@ -193,14 +193,14 @@ def test_a_process_that_compiles_reads_triton_once(tmp_path: Path) -> None:
         (place / "kernel.py").write_text(source.text.replace(KERNEL_SYMBOL, name))
         request = {"module": f"{place}/kernel.py", "function": name, "pointers": source.pointers}
         request |= {"is_aligned": True, "target": SM_90, "options": dict(source.meta), "folder": str(place)}
-        requests.append(json.dumps(request))
+        requests.append(json.dumps({"kernels": [request]}))
     command = [sys.executable, "-c", _COUNTED, triton_compiler.__file__]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
         for request in requests:
             process.stdin.write(f"{request}\n")
             process.stdin.flush()
-            assert json.loads(process.stdout.readline()) == {"error": None}
+            assert json.loads(process.stdout.readline()) == {"answers": [{"error": None}]}
         process.stdin.close()
         opened = json.loads(process.stdout.readline())
     # By this project and by Triton.

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -35,6 +35,7 @@ from gradsplit.compile_core.lowering.triton_kernels import triton_compiler
 from gradsplit.compile_core.lowering.triton_kernels.load_binary import load_binary
 from gradsplit.compile_core.toolchain.compile_workers import CompileWorkers, usable_processors
 from gradsplit.compile_core.toolchain.disk_cache import MANIFEST, DiskCache, content_key
+from gradsplit.compile_core.toolchain.fill_together import load_together
 from gradsplit.compile_core.toolchain.private_folders import MODE, usable_folder
 from gradsplit.compile_core.torch_facts.cuda import current_device, current_raw_stream
 
@@ -44,11 +45,14 @@ _OPTIONS = {"enable_fp_fusion": False, "sanitize_overflow": False}
 # What a block may have on any GPU without asking.
 _SHARED_BYTES_ANYWHERE = 48 << 10
 _WORKERS_AHEAD = 8
+# Kernels whose machine code is made by one start of the assembler. Each entry of the cache has the code of all of them.
+_TOGETHER = 4
 # Of a process that compiles while others compute.
 _THREADS_BESIDE_OTHERS = 4
 
 # Kind of GPU, architecture and threads of a warp, such as ``("cuda", 90, 32)``.
 GpuTarget = tuple[str, int, int]
+_Item = TypeVar("_Item")
 
 # Everything of a source but its name -> launcher. The text alone is not the kernel: Triton's types are in ``pointers``.
 _loaded: dict[KernelSource, BuiltKernel] = {}
@@ -73,25 +77,25 @@ def start_triton(
         CompileError: Triton is not installed, or fails; from here or when the kernels are waited for.
     """
     missing = {key: source for source in sources if (key := _without_names(source)) not in _loaded}
-    compiling: dict[KernelSource, Future[Any]] = {}
+    compiling: list[tuple[Sequence[KernelSource], Future[list[Any]]]] = []
     if missing:
         _require_triton()
-        pool = ThreadPoolExecutor(
-            min(len(missing), most_threads or usable_processors()), thread_name_prefix="gradsplit-build"
-        )
-        compiling = {
-            key: pool.submit(_compile_if_launched, one, cache_folder) for key, one in missing.items()
-        }
+        threads = min(len(missing), most_threads or usable_processors())
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="gradsplit-build")
+        compiling = [
+            (keys, pool.submit(_compile_launched, [missing[key] for key in keys], cache_folder))
+            for keys in _groups(list(missing), threads)
+        ]
         pool.shutdown(wait=False)
 
     def wait() -> Mapping[str, BuiltKernel]:
-        for key, future in compiling.items():
-            compiled = future.result()
-            if key not in _loaded:
-                _loaded[key] = _launcher(missing[key], compiled, cache_folder)
+        for keys, future in compiling:
+            for key, compiled in zip(keys, _all_made(future.result()), strict=True):
+                if key not in _loaded:
+                    _loaded[key] = _launcher(missing[key], compiled, cache_folder)
         return {source.name: _loaded[_without_names(source)] for source in sources}
 
-    return StartedBuild(list(compiling.values()), wait)
+    return StartedBuild([future for _, future in compiling], wait)
 
 
 def compile_into_cache(
@@ -105,9 +109,27 @@ def compile_into_cache(
     Raises:
         CompileError: Triton is not installed, or fails.
     """
-    distinct = dict.fromkeys(_without_names(source) for source in sources if 0 not in source.grid)
+    distinct = {_without_names(source): source for source in sources if 0 not in source.grid}
+    wanted = [(source, targets[source.device]) for source in distinct.values()]
     with ThreadPoolExecutor(_THREADS_BESIDE_OTHERS) as pool:
-        list(pool.map(lambda one: compile_triton_for(one, targets[one.device], cache_folder), distinct))
+        for made in pool.map(
+            lambda group: compile_together(group, cache_folder), _groups(wanted, _THREADS_BESIDE_OTHERS)
+        ):
+            _all_made(made)
+
+
+def _groups(items: Sequence[_Item], threads: int) -> list[Sequence[_Item]]:
+    """What is compiled together, so that no thread has much more to do than the others."""
+    size = max(1, min(_TOGETHER, len(items) // threads))
+    return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+def _all_made(kernels: list[Any]) -> list[Any]:
+    """The results of ``compile_together``, if they are kernels."""
+    for kernel in kernels:
+        if isinstance(kernel, Exception):
+            raise kernel
+    return kernels
 
 
 def start_workers() -> None:
@@ -134,39 +156,64 @@ def compile_triton_for(
     Raises:
         CompileError: Triton is not installed, or fails.
     """
+    return _all_made(compile_together([(source, target)], cache_folder, is_aligned))[0]
+
+
+def compile_together(
+    wanted: Sequence[tuple[KernelSource, GpuTarget]], cache_folder: Path, is_aligned: bool = True
+) -> list[Any]:
+    """``compile_triton_for`` for several kernels, by one process; what failed is an exception in the kernel's place."""
     _require_triton()
-    options = {**_OPTIONS, **dict(source.meta)}
-    description = repr((source.pointers, sorted(options.items()), target, is_aligned))
-    key = content_key(
-        "triton kernel", triton_compiler.triton.__version__, _prelude(), source.text, description
-    )
     disk = DiskCache(cache_folder)
+    keys = [_key(source, target, is_aligned) for source, target in wanted]
+    kernels = dict(zip(keys, wanted, strict=True))
 
-    def fill(folder: Path) -> None:
-        function = _function_name(source)
-        (folder / _MODULE).write_text(_function(source))
-        request = {
-            "module": str(folder / _MODULE),
-            "function": function,
-            "pointers": source.pointers,
-            "is_aligned": is_aligned,
-            "target": target,
-            "options": options,
-            "folder": str(folder),
-        }
-        answer = _workers.ask(request)
-        if answer["error"] is not None:
-            kept = disk.folder / "failed" / f"{key}.py"
-            with suppress(OSError):
-                kept.parent.mkdir(MODE, parents=True, exist_ok=True)
-                write_module(source, kept)
-            error = CompileError(
-                f"Triton failed on the kernel {source.name}: {answer['error']}\nThe source is in {kept}."
+    def fill(folders: Mapping[str, Path]) -> dict[str, Exception]:
+        requests = []
+        for key, folder in folders.items():
+            source, target = kernels[key]
+            (folder / _MODULE).write_text(_function(source))
+            requests.append(
+                {
+                    "module": str(folder / _MODULE),
+                    "function": _function_name(source),
+                    "pointers": source.pointers,
+                    "is_aligned": is_aligned,
+                    "target": target,
+                    "options": _options(source),
+                    "folder": str(folder),
+                }
             )
-            error.add_note(answer["traceback"])
-            raise error
+        answers = zip(folders, _workers.ask({"kernels": requests})["answers"], strict=True)
+        return {key: failure(key, answer) for key, answer in answers if answer["error"] is not None}
 
-    return disk.load(key, fill, lambda folder: triton_compiler.load_kernel(folder, source.pointers, MANIFEST))
+    def failure(key: str, answer: Mapping[str, str]) -> CompileError:
+        source, _ = kernels[key]
+        kept = disk.folder / "failed" / f"{key}.py"
+        with suppress(OSError):
+            kept.parent.mkdir(MODE, parents=True, exist_ok=True)
+            write_module(source, kept)
+        error = CompileError(
+            f"Triton failed on the kernel {source.name}: {answer['error']}\nThe source is in {kept}."
+        )
+        error.add_note(answer["traceback"])
+        return error
+
+    def load(key: str, folder: Path) -> Any:
+        return triton_compiler.load_kernel(folder, kernels[key][0].pointers, MANIFEST)
+
+    results = load_together(disk, keys, fill, load)
+    return [results[key] for key in keys]
+
+
+def _key(source: KernelSource, target: GpuTarget, is_aligned: bool) -> str:
+    description = repr((source.pointers, sorted(_options(source).items()), target, is_aligned))
+    version = triton_compiler.triton.__version__
+    return content_key("triton kernel", version, _prelude(), source.text, description)
+
+
+def _options(source: KernelSource) -> dict[str, Any]:
+    return {**_OPTIONS, **dict(source.meta)}
 
 
 def write_module(source: KernelSource, path: Path) -> str:
@@ -205,11 +252,12 @@ def _prelude() -> str:
     return triton_compiler.PRELUDE.read_text()
 
 
-def _compile_if_launched(source: KernelSource, cache_folder: Path) -> Any:
-    """The kernel for the device that it will run on; ``None`` for one over no elements."""
-    if 0 in source.grid:
-        return None
-    return compile_triton_for(source, gpu_target(_device_of(source)), cache_folder)
+def _compile_launched(sources: Sequence[KernelSource], cache_folder: Path) -> list[Any]:
+    """The kernels for the devices that they will run on; ``None`` for one over no elements."""
+    launched = [source for source in sources if 0 not in source.grid]
+    wanted = [(source, gpu_target(_device_of(source))) for source in launched]
+    made = iter(compile_together(wanted, cache_folder))
+    return [None if 0 in source.grid else next(made) for source in sources]
 
 
 def _device_of(source: KernelSource) -> torch.device:

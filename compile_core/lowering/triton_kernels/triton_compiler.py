@@ -14,12 +14,15 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+
+from gradsplit.compile_core.lowering.triton_kernels.assembled_together import AssembledTogether
+from gradsplit.compile_core.lowering.triton_kernels.passes_left_out import leave_out
 
 
 def _import_triton() -> Any:
@@ -36,7 +39,7 @@ def _import_triton() -> Any:
 triton = _import_triton()
 
 _IDLE_S = 60.0
-_KERNELS_A_COLLECTION = 64
+_REQUESTS_A_COLLECTION = 16
 # What kernels call.
 PRELUDE = Path(__file__).with_name("codegen_triton_prelude.py.in")
 # What is kept of what Triton makes; the other stages of its compilation are of no use later.
@@ -70,7 +73,7 @@ def _prelude(is_nvidia: bool) -> Mapping[str, Any]:
     return {name: value for name, value in vars(module).items() if not name.startswith("__")}
 
 
-def compile_into(request: Mapping[str, Any], folder: Path) -> None:
+def compile_into(request: Mapping[str, Any], folder: Path, change_stages: Callable[..., None] | None) -> None:
     """Compiles a kernel for a GPU that need not be there, and puts the result into a folder.
 
     Args:
@@ -78,6 +81,7 @@ def compile_into(request: Mapping[str, Any], folder: Path) -> None:
             ``is_aligned`` (whether all addresses are multiples of 16), ``target`` (arguments of ``gpu_target``),
             ``options`` of Triton's.
         folder: where the files go that ``load_kernel`` reads.
+        change_stages: what Triton calls with the stages before it runs them.
     """
     prelude = _prelude(request["target"][0] == "cuda")
     function = import_function(Path(request["module"]), request["function"], prelude)
@@ -86,7 +90,38 @@ def compile_into(request: Mapping[str, Any], folder: Path) -> None:
     attributes = aligned if request["is_aligned"] else {}
     unit = triton.compiler.ASTSource(function, dict(zip(names, pointers, strict=True)), {}, attributes)
     triton.knobs.cache.manager_class = partial(_Results, folder)
+    triton.knobs.runtime.add_stages_inspection_hook = change_stages
     triton.compile(unit, target=gpu_target(*request["target"]), options=request["options"])
+
+
+def compile_all(requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """``compile_into`` for several kernels, each into its request's ``folder``.
+
+    Returns:
+        For each the ``error``, or ``None``, and its ``traceback``.
+    """
+    together = AssembledTogether()
+    errors: dict[Path, Exception] = {}
+    folders = [Path(request["folder"]) for request in requests]
+    for request, folder in zip(requests, folders, strict=True):
+        try:
+            compile_into(request, folder, partial(_shorten, together, folder))
+        except Exception as error:
+            errors[folder] = error
+    errors.update(together.finish())
+    return [_answer(errors.get(folder)) for folder in folders]
+
+
+def _shorten(together: AssembledTogether, folder: Path, _: Any, stages: Any, options: Any, *__: Any) -> None:
+    """Changes the stages of a kernel, so that less is done for the same machine code."""
+    leave_out(stages, triton._C.libtriton)
+    together.wait_for(stages, options, folder)
+
+
+def _answer(error: Exception | None) -> dict[str, Any]:
+    if error is None:
+        return {"error": None}
+    return {"error": f"{error}", "traceback": "".join(traceback.format_exception(error))}
 
 
 class _Results:
@@ -131,6 +166,8 @@ def _serve() -> None:
     os.dup2(2, 1)
     # What it would call an entry of its cache: hashing its libraries takes the time of several kernels.
     triton.compiler.compiler.get_cache_key = lambda *_, **__: ""
+    # Lines of a file that is gone by then; texts with their tables cannot be joined.
+    triton.knobs.compilation.disable_line_info = True
     # Of what a compilation makes nearly nothing lives on, so looking through it now and then is enough.
     gc.freeze()
     gc.disable()
@@ -140,15 +177,9 @@ def _serve() -> None:
         line = sys.stdin.readline()
         if not line:
             return
-        request = json.loads(line)
-        try:
-            compile_into(request, Path(request["folder"]))
-            answer = {"error": None}
-        except Exception as error:
-            answer = {"error": f"{error}", "traceback": traceback.format_exc()}
-        answers.write(json.dumps(answer) + "\n")
+        answers.write(json.dumps({"answers": compile_all(json.loads(line)["kernels"])}) + "\n")
         answers.flush()
-        if number % _KERNELS_A_COLLECTION == 0:
+        if number % _REQUESTS_A_COLLECTION == 0:
             gc.collect()
 
 

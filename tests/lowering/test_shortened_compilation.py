@@ -1,0 +1,130 @@
+"""Kernels compiled together and without Triton's idle passes: the machine code is what each kernel has by itself."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gradsplit.compile_core.errors import CompileError
+from gradsplit.compile_core.ir.kernels import KernelSource
+from gradsplit.compile_core.lowering.triton_kernels import build_triton, triton_compiler
+from gradsplit.compile_core.lowering.triton_kernels.assembled_together import joined
+from gradsplit.compile_core.lowering.triton_kernels.build_triton import (
+    compile_together,
+    compile_triton_for,
+)
+from gradsplit.compile_core.lowering.triton_kernels.codegen_product import generate_product
+from gradsplit.compile_core.lowering.triton_kernels.codegen_triton import generate_triton
+from gradsplit.compile_core.lowering.triton_kernels.passes_left_out import leave_out
+from tests.lowering.codegen_nests import column_sums, layer_norm, residual_add, softmax
+from tests.lowering.product_programs import product_program, products
+
+SM_90 = ("cuda", 90, 32)
+
+
+@pytest.fixture(autouse=True)
+def _needs_triton() -> None:
+    pytest.importorskip("triton")
+
+
+def sources() -> list[KernelSource]:
+    """Element by element, whole rows with shared memory, loops over blocks, a product."""
+    nests = (residual_add((64, 64)), layer_norm(512, 768), softmax(64, 200_000), column_sums(4096, 768))
+    program, _ = product_program("linear_gelu_bfloat16")
+    (product,) = products(program)
+    return [*(generate_triton(*nest) for nest in nests), generate_product(product, program.buffers)]
+
+
+def code(kernel: object) -> bytes:
+    """A kernel's instructions."""
+    binary, name = kernel.kernel, kernel.metadata.name  # type: ignore[attr-defined]
+    start = struct.unpack_from("<Q", binary, 40)[0]
+    count, names = struct.unpack_from("<HH", binary, 60)
+    headers = [struct.unpack_from("<IIQQQQIIQQ", binary, start + 64 * i) for i in range(count)]
+    texts = binary[headers[names][4] :]
+    (found,) = (h for h in headers if texts[h[0] :].startswith(f".text.{name}\0".encode()))
+    return binary[found[4] : found[4] + found[5]]
+
+
+def by_triton(source: KernelSource, folder: Path) -> object:
+    """A kernel as Triton compiles it by itself, with all passes."""
+    folder.mkdir()
+    (folder / "kernel.py").write_text(build_triton._function(source))
+    request = {"module": f"{folder}/kernel.py", "function": build_triton._function_name(source)}
+    request |= {"pointers": source.pointers, "is_aligned": True, "target": SM_90}
+    request["options"] = build_triton._options(source)
+    triton_compiler.compile_into(request, folder, None)
+    return triton_compiler.load_kernel(folder, source.pointers, "")
+
+
+def test_machine_code_is_what_triton_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_compiler.triton.knobs.compilation, "disable_line_info", True)
+    together = compile_together([(source, SM_90) for source in sources()], tmp_path / "together")
+    alone = [by_triton(source, tmp_path / str(number)) for number, source in enumerate(sources())]
+    assert [code(kernel) for kernel in together] == [code(kernel) for kernel in alone]
+    assert len({*(kernel.kernel for kernel in together)}) < len(together)
+
+
+def test_kernels_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    named = [replace(source, name="same") for source in sources()[:3]]
+    together = compile_together([(source, SM_90) for source in named], tmp_path / "together")
+    alone = [compile_triton_for(source, SM_90, tmp_path / "alone") for source in named]
+    assert [code(kernel) for kernel in together] == [code(kernel) for kernel in alone]
+
+
+@pytest.mark.parametrize(
+    "broken", ["tl.lode", "tl.inline_asm_elementwise('no code;', '=r,r', [1], tl.int32, True, 1)"]
+)
+def test_a_kernel_that_fails_leaves_the_others(tmp_path: Path, broken: str) -> None:
+    """Whether it is Triton or the assembler that refuses it."""
+    first, second, third, *_ = sources()
+    bad = replace(second, text=f"{second.text}\n    tl.store(p0, {broken})")
+    results = compile_together([(first, SM_90), (bad, SM_90), (third, SM_90)], tmp_path)
+    assert isinstance(results[1], CompileError) and second.name in str(results[1])
+    assert code(results[0]) and code(results[2])
+
+
+def test_groups_leave_no_thread_idle() -> None:
+    def sizes(count: int, threads: int) -> list[int]:
+        return [len(group) for group in build_triton._groups(range(count), threads)]
+
+    assert sizes(39, 2) == [4] * 9 + [3]
+    assert sizes(5, 2) == [2, 2, 1]
+    assert sizes(3, 16) == [1, 1, 1]
+
+
+def test_texts_are_joined_under_one_head() -> None:
+    head = ".version 8.7\n.target sm_90a\n.address_size 64\n"
+    shared = ".extern .shared .align 16 .b8 global_smem[];\n"
+    text = joined(
+        [f"{head}.visible .entry a() {{}}\n", *(f"{head}{shared}.visible .entry {n}() {{}}\n" for n in "bc")]
+    )
+    assert [text.count(part) for part in (".version", ".target", ".address_size", ".extern", ".entry")] == [
+        *(1, 1, 1, 1, 3)
+    ]
+
+
+def test_passes_are_left_out_by_what_a_kernel_has() -> None:
+    from triton._C import libtriton
+
+    added: dict[str, tuple[object, object]] = {}
+
+    def stage(module: str, _metadata: object) -> str:
+        ours = libtriton.passes.ttgpuir
+        added[module] = (ours.add_pipeline, ours.add_prefetch)
+        return module
+
+    stages = {"ttgir": stage, "llir": stage, "cubin": None}
+    whole = (libtriton.passes.ttgpuir.add_pipeline, libtriton.passes.ttgpuir.add_prefetch)
+    for kernel in ("tt.load", "scf.for", "scf.for tt.dot"):
+        changed = dict(stages)
+        leave_out(changed, libtriton)
+        assert changed["ttgir"](kernel, {}) == kernel
+        assert (libtriton.passes.ttgpuir.add_pipeline, libtriton.passes.ttgpuir.add_prefetch) == whole
+    left_out = {
+        kernel: [a is b for a, b in zip(found, whole, strict=True)] for kernel, found in added.items()
+    }
+    assert left_out == {"tt.load": [False, False], "scf.for": [True, False], "scf.for tt.dot": [True, True]}
