@@ -11,7 +11,7 @@ import pytest
 from gradsplit.compile_core.errors import CompileError
 from gradsplit.compile_core.ir.kernels import KernelSource
 from gradsplit.compile_core.lowering.triton_kernels import build_triton, triton_compiler
-from gradsplit.compile_core.lowering.triton_kernels.assembled_together import joined
+from gradsplit.compile_core.lowering.triton_kernels.assembled_together import joined, without_unread
 from gradsplit.compile_core.lowering.triton_kernels.build_triton import (
     compile_together,
     compile_triton_for,
@@ -20,6 +20,7 @@ from gradsplit.compile_core.lowering.triton_kernels.codegen_product import gener
 from gradsplit.compile_core.lowering.triton_kernels.codegen_triton import generate_triton
 from gradsplit.compile_core.lowering.triton_kernels.passes_left_out import leave_out
 from tests.lowering.codegen_nests import column_sums, layer_norm, residual_add, softmax
+from tests.lowering.codegen_operations import OPERATIONS
 from tests.lowering.product_programs import product_program, products
 
 SM_90 = ("cuda", 90, 32)
@@ -68,6 +69,20 @@ def test_machine_code_is_what_triton_makes(tmp_path: Path, monkeypatch: pytest.M
     assert len({*(kernel.kernel for kernel in together)}) < len(together)
 
 
+def test_what_kernels_define_for_themselves_meets_no_other(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logarithms come with a text of a library's that nothing reads, sines with a table as well."""
+    monkeypatch.setattr(triton_compiler.triton.knobs.compilation, "disable_line_info", True)
+    operations = ["log_float32", "log2_float32", "sin_float32", "cos_float32"]
+    calling = [generate_triton(*OPERATIONS[name][1]) for name in operations]
+    together = compile_together([(source, SM_90) for source in calling], tmp_path / "together")
+    alone = [by_triton(source, tmp_path / str(number)) for number, source in enumerate(calling)]
+    assert [code(kernel) for kernel in together] == [code(kernel) for kernel in alone]
+    assert len({*(kernel.kernel for kernel in together)}) == 3
+    assert "ptxas" not in "".join(capfd.readouterr())
+
+
 def test_kernels_of_one_name_are_told_apart(tmp_path: Path) -> None:
     named = [replace(source, name="same") for source in sources()[:3]]
     together = compile_together([(source, SM_90) for source in named], tmp_path / "together")
@@ -105,6 +120,12 @@ def test_texts_are_joined_under_one_head() -> None:
     assert [text.count(part) for part in (".version", ".target", ".address_size", ".extern", ".entry")] == [
         *(1, 1, 1, 1, 3)
     ]
+
+
+def test_variables_that_nothing_reads_are_left_out() -> None:
+    define = ".global .align 1 .b8 _$_str[2] = {95, 0};\n.const .align 4 .b8 table[4];\n"
+    rest = "ld.const.b32 %r2, [table+4];  // _$_str_$_2\n"
+    assert without_unread(define + rest) == define.splitlines(True)[1] + rest
 
 
 def test_passes_are_left_out_by_what_a_kernel_has() -> None:

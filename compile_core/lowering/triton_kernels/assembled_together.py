@@ -8,6 +8,7 @@ each kernel is what it would be alone; it is found by its name in that of all.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,9 @@ from typing import Any
 # What stands once at the head of a text, and what may be declared once in it.
 _HEAD = re.compile(r"^\.(?:version|target|address_size)\b.*\n", re.MULTILINE)
 _DECLARATION = re.compile(r"^\.extern\b.*;[^\n]*\n", re.MULTILINE)
+# What a text defines beside its kernel: a table that a function of a library reads, or what is left of such.
+_VARIABLE = re.compile(r"^\.(?:global|const)\b[^\n=;]*?([\w$]+)\[.*\n", re.MULTILINE)
+_NAME = re.compile(r"[\w$]+")
 # Of options, those that are in the text already.
 _IN_THE_TEXT = ("num_warps", "num_stages")
 
@@ -69,7 +73,8 @@ class AssembledTogether:
         failed: dict[Path, Exception] = {}
         for group in self._groups():
             try:
-                code = group[0].assemble(joined([kernel.text for kernel in group]), group[0].metadata)
+                texts = [kernel.text for kernel in group]
+                code = group[0].assemble(joined(texts) if len(texts) > 1 else texts[0], group[0].metadata)
                 for kernel in group:
                     kernel.keep(code)
             except Exception:
@@ -81,14 +86,18 @@ class AssembledTogether:
         return failed
 
     def _groups(self) -> list[list[_Waiting]]:
-        """Kernels that can be in one text: of the same options, with different names."""
+        """Kernels that can be in one text: of the same options, with different names, and with no variables, whose
+        names are the same in each and whose places are written into the code."""
         groups: dict[tuple[str, int], list[_Waiting]] = {}
         of_a_name: dict[tuple[str, str], int] = {}
+        alone = [kernel for kernel in self._waiting if _VARIABLE.search(without_unread(kernel.text))]
         for kernel in self._waiting:
+            if kernel in alone:
+                continue
             named = kernel.options, kernel.metadata["name"]
             of_a_name[named] = of_a_name.get(named, -1) + 1
             groups.setdefault((kernel.options, of_a_name[named]), []).append(kernel)
-        return list(groups.values())
+        return [*groups.values(), *([kernel] for kernel in alone)]
 
 
 def joined(texts: Sequence[str]) -> str:
@@ -100,5 +109,11 @@ def joined(texts: Sequence[str]) -> str:
         declared.add(found[0])
         return found[0] if is_new else ""
 
-    first, *others = texts
+    first, *others = map(without_unread, texts)
     return "\n".join(_DECLARATION.sub(once, text) for text in (first, *(_HEAD.sub("", o) for o in others)))
+
+
+def without_unread(text: str) -> str:
+    """A text without the variables that it only defines."""
+    count = Counter(_NAME.findall(text))
+    return _VARIABLE.sub(lambda found: found[0] if count[found[1]] > 1 else "", text)
