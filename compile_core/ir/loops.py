@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -181,6 +182,16 @@ class LoopNest:
     reduced_axes: int
     body: tuple[Statement, ...]
     origins: tuple[str, ...] = ()
+
+    # Passes ask each nest again and again.
+    @cached_property
+    def buffers_read(self) -> frozenset[str]:
+        """The buffers that it loads from or combines values with."""
+        return combined_buffers(self).union(s.access.buffer for s in self.body if isinstance(s, Load))
+
+    @cached_property
+    def buffers_written(self) -> frozenset[str]:
+        return frozenset(s.access.buffer for s in self.body if isinstance(s, Store))
 
 
 @dataclass(frozen=True)

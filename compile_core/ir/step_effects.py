@@ -17,7 +17,6 @@ from gradsplit.compile_core.ir.loops import (
     Step,
     Store,
     View,
-    combined_buffers,
 )
 
 
@@ -36,7 +35,7 @@ def views_in(argument: Any) -> Iterator[View]:
 def reads(step: Step) -> frozenset[str]:
     """Buffers that a step reads, or adds to. Arguments of an extern call all count, those that it overwrites too."""
     if isinstance(step, LoopNest):
-        return combined_buffers(step).union(s.access.buffer for s in step.body if isinstance(s, Load))
+        return step.buffers_read
     if isinstance(step, ProductNest):
         return (reads(step.epilogue) - {step.product}) | {step.left.buffer, step.right.buffer}
     if isinstance(step, AttentionNest):
@@ -52,7 +51,7 @@ def reads(step: Step) -> frozenset[str]:
 def writes(step: Step) -> frozenset[str]:
     """Buffers that a step defines, fills (partly) or mutates."""
     if isinstance(step, LoopNest):
-        return frozenset(s.access.buffer for s in step.body if isinstance(s, Store))
+        return step.buffers_written
     if isinstance(step, ProductNest):
         return writes(step.epilogue)
     if isinstance(step, AttentionNest):

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -27,6 +27,7 @@ from gradsplit.compile_core.torch_facts.symbolic_numbers import memory_order, va
 from gradsplit.compile_core.torch_facts.thread_state import disable_current_modes
 
 aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
 
 
 @contextmanager
@@ -122,7 +123,14 @@ class _CorrectedFakes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE:
+            return device_of(args[0])
         return run_operator(func, args, kwargs or {})
+
+
+def device_of(tensor: Any) -> torch.device:
+    """What a mode gives for ``prim.device``, which torch asks it for as often as for operators; and each mode below."""
+    return tensor.fake_device if type(tensor) is FakeTensor else tensor.device
 
 
 def run_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

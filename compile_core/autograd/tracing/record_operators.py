@@ -42,7 +42,7 @@ from gradsplit.compile_core.torch_facts.dispatcher import (
     sync,
     to_functional,
 )
-from gradsplit.compile_core.torch_facts.fake_tensors import corrected, run_operator
+from gradsplit.compile_core.torch_facts.fake_tensors import corrected, device_of, run_operator
 from gradsplit.compile_core.torch_facts.lazy_modules import lazy_module
 from gradsplit.compile_core.torch_facts.symbolic_numbers import Assertions
 from gradsplit.compile_core.torch_facts.thread_state import disable_current_modes
@@ -59,12 +59,12 @@ _OF_EVERY_TRACE = {
     **recurrent_layers.DECOMPOSITIONS,
 }
 
+_DEVICE = torch.ops.prim.device.default
 # They ask about a tensor and compute nothing.
 _QUESTIONS = frozenset(
     {
-        torch.ops.prim.device.default, aten.size.default, aten.stride.default, aten.numel.default,
-        aten.storage_offset.default, aten.sym_size.default, aten.sym_stride.default, aten.sym_numel.default,
-        aten.sym_storage_offset.default,
+        aten.size.default, aten.stride.default, aten.numel.default, aten.storage_offset.default,
+        aten.sym_size.default, aten.sym_stride.default, aten.sym_numel.default, aten.sym_storage_offset.default,
     }
 )  # fmt: skip
 
@@ -209,6 +209,8 @@ class OperatorRecorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is _DEVICE:
+            return device_of(args[0])
         if func in _QUESTIONS:
             return func(*args, **kwargs)
         if func is not aten._efficientzerotensor.default and not (

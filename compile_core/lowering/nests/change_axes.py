@@ -190,13 +190,14 @@ def simplified(nest: LoopNest, buffer_dtype: BufferDtype) -> LoopNest:
 
 def reaches(nest: LoopNest) -> list[tuple[int, ...]]:
     """For each load and store how far a step along each axis moves it, at least if a gathered index moves there."""
-    varied = varied_axes(nest)
+    walked = accesses(nest)
+    varied = varied_axes(nest) if any(access.gathers for access in walked) else []
     return [
         tuple(
             stride or max((abs(g.stride) for g in access.gathers if axis in varied[g.value]), default=0)
             for axis, stride in enumerate(access.strides)
         )
-        for access in accesses(nest)
+        for access in walked
     ]
 
 

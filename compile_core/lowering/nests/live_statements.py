@@ -37,6 +37,8 @@ def live_statements(body: Sequence[Statement], results: Iterable[int] = ()) -> l
 
 def only_statements(body: Sequence[Statement], kept: Sequence[int]) -> tuple[Statement, ...]:
     """The body of these statements, which need no others, renumbered."""
+    if len(kept) == len(body):
+        return tuple(body)
     new_number = {old: new for new, old in enumerate(kept)}
     return tuple(renumbered(body[old], new_number) for old in kept)
 
@@ -45,19 +47,22 @@ def renumbered(statement: Statement, number: Mapping[int, int]) -> Statement:
     """A statement whose operands have moved."""
     match statement:
         case Apply(arguments=arguments):
-            return replace(statement, arguments=tuple(number[a] for a in arguments))
+            moved = tuple([number[a] for a in arguments])
+            return Apply(statement.operation, moved, statement.dtype, statement.parameter)
         case Reduce(argument=argument):
-            return replace(statement, argument=number[argument])
+            return Reduce(statement.operation, number[argument], statement.dtype)
         case Load(access=access, mask=mask):
             mask = None if mask is None else number[mask]
-            return replace(statement, access=regathered(access, number), mask=mask)
+            return Load(regathered(access, number), statement.dtype, mask, statement.other)
         case Store(access=access, value=value, mask=mask):
             mask = None if mask is None else number[mask]
-            return replace(statement, access=regathered(access, number), value=number[value], mask=mask)
+            return Store(regathered(access, number), number[value], mask, statement.reduction)
         case _:
             return statement
 
 
 def regathered(access: Access, number: Mapping[int, int]) -> Access:
     """An access whose gathered values have moved."""
+    if not access.gathers:
+        return access
     return replace(access, gathers=tuple(replace(g, value=number[g.value]) for g in access.gathers))

@@ -82,8 +82,12 @@ def with_strides(
     body: list[Statement] = []
     for statement in nest.body:
         if isinstance(statement, Load | Store):
-            access = replace(statement.access, strides=change(statement.access.strides))
-            statement = replace(statement, access=access)
+            old = statement.access
+            access = Access(old.buffer, change(old.strides), old.offset, old.gathers)
+            if isinstance(statement, Load):
+                statement = Load(access, statement.dtype, statement.mask, statement.other)
+            else:
+                statement = Store(access, statement.value, statement.mask, statement.reduction)
         elif isinstance(statement, Position):
             statement = replace(statement, strides=change(statement.strides))
         body.append(statement)
@@ -92,6 +96,9 @@ def with_strides(
 
 def with_axes(nest: LoopNest, kept: list[int]) -> LoopNest:
     """The nest with these axes, in this order; an axis left out is at index 0 throughout."""
+    stays = any(isinstance(s, Position) and not any(s.strides) for s in nest.body)
+    if kept == list(range(len(nest.extents))) and not stays:
+        return nest
     parallel = parallel_axes(nest)
     body = with_strides(nest, lambda strides: tuple(strides[axis] for axis in kept))
     return replace(
