@@ -179,6 +179,21 @@ def test_what_goes_by_the_order_of_memory_finds_eagers(read):
     assert_same(found, expected, atol=0.1, rtol=0.05)
 
 
+@pytest.mark.parametrize("read", [lambda y: y.as_strided((2, 10), (7, 3), 1), lambda y: F.dropout(y, 0.5)])
+def test_so_it_does_after_frozen_convolutions(read):
+    layer, x = nn.Conv2d(8, 16, 3), torch.randn(2, 8, 6, 5)
+
+    def program(x):
+        return read(layer(x).relu())
+
+    compiled = gradsplit.compile(program, options={"freezing": True, "fallback_random": True})
+    with torch.no_grad():
+        torch.manual_seed(0)
+        expected = program(x)
+        torch.manual_seed(0)
+        assert_same(compiled(x), expected, atol=1e-5, rtol=1e-5)
+
+
 def test_layouts_stay_for_what_asks_for_no_order():
     def program(x, weight):
         return F.conv2d(x, weight).relu() * x.new_empty(2, 1, 1, 1).bernoulli_(0.5)

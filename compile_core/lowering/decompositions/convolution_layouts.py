@@ -61,7 +61,7 @@ def reads_memory_order(graph: torch.fx.Graph, draws_own_numbers: bool) -> bool:
     """
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     images = (node.meta["val"] for node in nodes if node.target is aten.convolution.default)
-    if not any(_is_image(image) and not image.is_contiguous() for image in images):
+    if all(image.is_contiguous() for image in images):
         return False
     return any(_reads_memory_order(node, draws_own_numbers) for node in nodes)
 
@@ -89,12 +89,12 @@ def convolution(input: Tensor, weight: Tensor, bias: Tensor | None, *settings: A
     if bias is not None:
         result = aten.convolution.default(input, weight, None, *settings)
         return result + bias.reshape(-1, *[1] * (result.dim() - 2))
-    return frozen_convolution(input, weight, bias, *settings) if _is_turned(input) else NotImplemented
+    return frozen_convolution(input, weight, bias, *settings) if _is_image(input) else NotImplemented
 
 
 def frozen_convolution(input: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Any:
     """The same on a CPU, for floats of any size: weights that stay as they are are transposed once."""
-    if input.dim() != 4 or _are_channels_last(input, weight):
+    if input.dim() != 4 or _keeps_eagers.get() or _are_channels_last(input, weight):
         return NotImplemented
     return aten.convolution.default(_channels_last(input), _channels_last(weight), bias, *settings)
 
@@ -115,7 +115,7 @@ def convolution_backward(
         operands, mask = (grad_output, input, weight), [for_input, for_weight, False]
         grad_input, grad_weight, _ = aten.convolution_backward.default(*operands, None, *geometry, mask)
         return grad_input, grad_weight, grad_bias
-    if not _is_turned(grad_output):
+    if not _is_image(grad_output) or _keeps_eagers.get():
         return NotImplemented
     if _are_channels_last(grad_output, input, weight):
         return NotImplemented
@@ -142,11 +142,6 @@ def view(tensor: Tensor, size: Sequence[int]) -> Any:
 
 def _is_image(tensor: Tensor) -> bool:
     return tensor.dtype in HALF_FLOATS and tensor.dim() == 4
-
-
-def _is_turned(tensor: Tensor) -> bool:
-    """Whether a convolution has it channels-last."""
-    return _is_image(tensor) and not _keeps_eagers.get()
 
 
 def _are_channels_last(*tensors: Tensor) -> bool:
