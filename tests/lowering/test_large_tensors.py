@@ -72,6 +72,7 @@ PROGRAMS: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("large_tensors")  # one after another: each takes half of a small GPU's memory
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_bytes_on_a_gpu(name: str) -> None:
@@ -80,6 +81,7 @@ def test_bytes_on_a_gpu(name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("large_tensors")  # one after another: each takes half of a small GPU's memory
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_softmax_of_bfloat16_on_a_gpu() -> None:
     x = torch.randn(COLUMNS, ROWS, device="cuda", dtype=torch.bfloat16)
