@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from gradsplit.compile_core.autograd.trace_joint import trace_joint
 from gradsplit.compile_core.ir.pooling import GRADIENT, MAX_POOL, PLACES, POSITIONS
-from gradsplit.compile_core.lowering.decompositions.decompose_pooling import overlapping_avg_pool2d
+from gradsplit.compile_core.lowering.decompositions.decompose_pooling import avg_pool2d
 from gradsplit.compile_core.lowering.decompositions.decomposition_table import decomposition_table
 from tests.autograd.compare_with_eager import captured, check, compile_program, fakes
 
@@ -155,14 +155,13 @@ def test_means_of_windows_that_overlap(settings, shape):
 
 def test_overlapping_means_of_narrow_floats_add_up_in_float32():
     x = torch.ones(1, 1, 9, 9, dtype=torch.bfloat16)
-    found = overlapping_avg_pool2d(x, [5, 5], [1, 1], [2, 2])
+    found = avg_pool2d(x, [5, 5], [1, 1], [2, 2], tiles_only=False)
     torch.testing.assert_close(found, F.avg_pool2d(x, 5, 1, 2), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("settings", [{"ceil_mode": True}, {"kernel_size": [7, 7], "padding": [3, 3]}])
 def test_other_means_are_left_to_torch(settings):
     x = torch.randn(1, 1, 9, 9)
-    found = overlapping_avg_pool2d(
-        x, **{"kernel_size": [5, 5], "stride": [2, 2], "padding": [1, 1], **settings}
-    )
+    windows = {"kernel_size": [5, 5], "stride": [2, 2], "padding": [1, 1], **settings}
+    found = avg_pool2d(x, **windows, tiles_only=False)
     assert found is NotImplemented

@@ -61,11 +61,21 @@ def avg_pool2d(
     ceil_mode: bool = False,
     count_include_pad: bool = True,
     divisor_override: int | None = None,
+    *,
+    tiles_only: bool = True,
 ) -> Any:
-    """Decomposition of ``aten.avg_pool2d`` of ``[*, H, W]`` floats for windows that tile the plane; declines others."""
+    """Decomposition of ``aten.avg_pool2d`` of ``[*, H, W]`` floats.
+
+    Args:
+        tiles_only: windows are declined that do not tile the plane; else those whose number is rounded up.
+    """
     kernel = _tile(self, kernel_size, stride, padding)
     if kernel is None:
-        return NotImplemented
+        windows = _windows(self, kernel_size, stride, padding, (1,))
+        if windows is None or tiles_only or ceil_mode or not _has_known_plane(self):
+            return NotImplemented
+        sums = pooling.WINDOW_SUMS(self, *windows)
+        return (sums / _counts(self, windows, count_include_pad, divisor_override)).to(self.dtype)
     x = self.to(compute_dtype(self.dtype))
     total = None
     for row, column in itertools.product(range(kernel[0]), range(kernel[1])):
@@ -84,58 +94,24 @@ def avg_pool2d_backward(
     ceil_mode: bool,
     count_include_pad: bool,
     divisor_override: int | None,
+    *,
+    tiles_only: bool = True,
 ) -> Any:
+    """The same of its gradient, without tiles for windows at every place: each element's is a sum over its windows."""
     kernel = _tile(self, kernel_size, stride, padding)
     if kernel is None:
-        return NotImplemented
+        windows = _windows(self, kernel_size, stride, padding, (1,))
+        if windows is None or tiles_only or ceil_mode or not _has_known_plane(self) or windows[1] != [1, 1]:
+            return NotImplemented
+        share = grad_output.to(compute_dtype(grad_output.dtype))
+        share = share / _counts(self, windows, count_include_pad, divisor_override)
+        around = [side - 1 - pad for side, pad in zip(windows[0], windows[2], strict=True)]
+        return pooling.WINDOW_SUMS(share, windows[0], [1, 1], around).to(grad_output.dtype)
     grad = grad_output.to(compute_dtype(grad_output.dtype))
     share = (grad / (divisor_override or kernel[0] * kernel[1])).to(grad_output.dtype)
     *outer, rows, columns = share.shape
     tiles = share.unsqueeze(-1).unsqueeze(-3).expand(*outer, rows, kernel[0], columns, kernel[1])
     return tiles.reshape(self.shape)
-
-
-def overlapping_avg_pool2d(
-    self: Tensor,
-    kernel_size: list[int],
-    stride: Sequence[int] = (),
-    padding: Sequence[int] = (0,),
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    divisor_override: int | None = None,
-) -> Any:
-    """The same also of windows that overlap, leave gaps or reach into the padding."""
-    tiles = avg_pool2d(self, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
-    windows = _windows(self, kernel_size, stride, padding, (1,))
-    if tiles is not NotImplemented or windows is None or ceil_mode or not _has_known_plane(self):
-        return tiles
-    sums = pooling.WINDOW_SUMS(self, *windows)
-    return (sums / _counts(self, windows, count_include_pad, divisor_override)).to(self.dtype)
-
-
-def overlapping_avg_pool2d_backward(
-    grad_output: Tensor,
-    self: Tensor,
-    kernel_size: list[int],
-    stride: list[int],
-    padding: list[int],
-    ceil_mode: bool,
-    count_include_pad: bool,
-    divisor_override: int | None,
-) -> Any:
-    """The same also of windows at every place: an element's gradient is a sum over the windows that it is in."""
-    settings = (kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
-    tiles = avg_pool2d_backward(grad_output, self, *settings)
-    windows = _windows(self, kernel_size, stride, padding, (1,))
-    if tiles is not NotImplemented or windows is None or ceil_mode or not _has_known_plane(self):
-        return tiles
-    kernel, steps, padding = windows
-    if steps != [1, 1]:
-        return NotImplemented
-    share = grad_output.to(compute_dtype(grad_output.dtype))
-    share = share / _counts(self, windows, count_include_pad, divisor_override)
-    around = [side - 1 - pad for side, pad in zip(kernel, padding, strict=True)]
-    return pooling.WINDOW_SUMS(share, kernel, steps, around).to(grad_output.dtype)
 
 
 def _has_known_plane(x: Tensor) -> bool:

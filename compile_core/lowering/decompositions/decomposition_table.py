@@ -33,8 +33,6 @@ from gradsplit.compile_core.lowering.decompositions.decompose_pooling import (
     avg_pool2d_backward,
     max_pool2d,
     max_pool2d_backward,
-    overlapping_avg_pool2d,
-    overlapping_avg_pool2d_backward,
 )
 from gradsplit.compile_core.lowering.decompositions.embedding_gradients import embedding_dense_backward
 from gradsplit.compile_core.lowering.decompositions.interpolation_gradients import INTERPOLATION_GRADIENTS
@@ -413,8 +411,8 @@ _ON_GPUS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.view.default: convolution_layouts.view,
     aten.mm.default: thin_products.mm,
     aten.addmm.default: thin_products.addmm,
-    aten.avg_pool2d.default: overlapping_avg_pool2d,
-    aten.avg_pool2d_backward.default: overlapping_avg_pool2d_backward,
+    aten.avg_pool2d.default: functools.partial(avg_pool2d, tiles_only=False),
+    aten.avg_pool2d_backward.default: functools.partial(avg_pool2d_backward, tiles_only=False),
     **INTERPOLATION_GRADIENTS,
 }
 _FROZEN_ON_CPUS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
