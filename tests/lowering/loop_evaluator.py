@@ -104,6 +104,16 @@ def _strided(tensor: torch.Tensor, view: View) -> torch.Tensor:
     return torch.as_strided(tensor, view.shape, view.stride, view.offset + tensor.storage_offset())
 
 
+def _wide_product(
+    left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype, out: torch.Tensor
+) -> torch.Tensor:
+    return torch.mm(left.to(dtype), right.to(dtype), out=out)
+
+
+# What torch has for GPUs alone.
+_ON_CPUS: Mapping[Any, Callable[..., Any]] = {torch.ops.aten.mm.dtype_out: _wide_product}
+
+
 def _run_call(call: ExternCall, buffers: Buffers, program: LoopProgram) -> None:
     def place(argument: Any) -> Any:
         if not isinstance(argument, View):
@@ -118,7 +128,7 @@ def _run_call(call: ExternCall, buffers: Buffers, program: LoopProgram) -> None:
     arguments, keywords, out = tree_map(
         place, (list(call.arguments), dict(call.keywords), dict(call.out)), is_leaf=is_view
     )
-    result = call.target(*arguments, **keywords, **out)
+    result = _ON_CPUS.get(call.target, call.target)(*arguments, **keywords, **out)
     results = result if isinstance(result, (tuple, list)) else (result,)
     for name, value in zip(call.outputs, results, strict=True):
         if name is not None:
