@@ -50,6 +50,15 @@ def test_narrow_floats_add_up_in_float32(dtype: torch.dtype) -> None:
     assert ((found.double() - exact).abs() <= torch.finfo(dtype).eps * exact.abs()).all()
 
 
+def test_what_is_infinite_stays_where_it_is() -> None:
+    grad = torch.randn(1, 1, 16, 24, dtype=torch.float64)
+    grad[0, 0, 6, 9] = torch.inf
+    settings = ([16, 24], [1, 1, 4, 6], False)
+    expected = OPERATORS[2](grad, *settings)
+    assert expected.isinf().sum() == 4
+    torch.testing.assert_close(INTERPOLATION_GRADIENTS[OPERATORS[2]](grad, *settings), expected)
+
+
 def test_equal_sides_are_copied_whatever_the_scale() -> None:
     grad = torch.randn(1, 1, 2, 2)
     found = INTERPOLATION_GRADIENTS[OPERATORS[2]](grad, [2, 2], [1, 1, 2, 2], False, 1.2, 1.2)

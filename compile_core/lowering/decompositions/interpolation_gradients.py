@@ -62,10 +62,11 @@ def _along(grad: Tensor, axis: int, elements: int, step: float, align_corners: b
         seen = aten.index.Tensor(grad, [None] * axis + [index])
     else:
         seen = grad.unsqueeze(axis)
-    position = ((place + shift) * step - shift).clamp(min=0, max=elements - 1)
-    share = torch.where(place < places, (1 - (position - element).abs()).clamp(min=0), 0.0)
+    distance = (((place + shift) * step - shift).clamp(min=0, max=elements - 1) - element).abs()
     shape = [elements, count] + [1] * (grad.dim() - 1 - axis)
-    return (seen * share.reshape(shape)).sum(axis + 1)
+    contributes = ((distance < 1) & (place < places)).reshape(shape)
+    # Chosen, as a share of 0 would make NaN of what is infinite.
+    return torch.where(contributes, seen * (1 - distance).reshape(shape), 0.0).sum(axis + 1)
 
 
 def _of_axes(count: int) -> Callable[..., Any]:
