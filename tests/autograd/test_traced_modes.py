@@ -293,3 +293,19 @@ def test_other_leaves(caplog):
         lambda x: (x * 2).requires_grad_().sin(), lambda: (torch.randn(3),), "aot_eager", caplog,
         left_to_torch="new-leaf",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", [(2, 2), (4,)])
+def test_a_leaf_that_is_made_where_no_gradients_are(shape, backend):
+    """It has none of the caller's gradients, and so none of its history: a result would hand its gradient on."""
+
+    def make(x):
+        return (x * 2).detach().requires_grad_().view(shape)
+
+    x = torch.ones(2, 2, requires_grad=True)
+    with torch.no_grad():
+        leaf = gradsplit.compile(make, backend=backend, fullgraph=True)(x)
+    assert leaf.is_leaf and leaf.requires_grad
+    (leaf * 3).sum().backward()
+    assert x.grad is None

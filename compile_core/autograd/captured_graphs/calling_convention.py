@@ -154,14 +154,15 @@ def _check_leaves(
 ) -> None:
     """Refuses a program that returns leaves of its own making: gradients accumulate in them.
 
-    A view that was made without gradients, of what requires them, is such a leaf, too; but where the caller has none at
-    all, it is one again when it is made after the graph ran.
+    A view that was made without gradients, of an input that requires them, is such a leaf, too; but where the caller
+    has none at all, it is one again when it is made after the graph ran.
     """
     new = [output for output in outputs if not any(output is tensor for tensor in inputs)]
     leaves = [output for output in new if output.requires_grad and output.is_leaf]
     is_differentiable = bool(rebound) or any(output.grad_fn is not None for output in new)
     if not torch.is_grad_enabled() and not is_differentiable:
-        leaves = [leaf for leaf in leaves if not _root(leaf).requires_grad]
+        given = [_root(tensor) for tensor in inputs if _root(tensor).requires_grad]
+        leaves = [leaf for leaf in leaves if not any(_root(leaf) is root for root in given)]
     turned = any(
         tensor.grad_fn is None and tensor.requires_grad != before
         for tensor, before in zip(inputs, required, strict=True)
