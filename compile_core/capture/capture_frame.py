@@ -315,9 +315,9 @@ def _finish(
     has_graph = state.graph.has_operations()
     graph = None
     if has_graph:
+        if reason is not None:
+            state.graph.required_options.update(REQUIRED_OPTIONS.get(reason.reason_id, {}))
         graph = state.graph.finish([*writer.outputs])
-        if reason is not None and reason.reason_id in REQUIRED_OPTIONS:
-            graph = replace(graph, required_options=REQUIRED_OPTIONS[reason.reason_id])
         verify_captured_graph(graph)
     runner = writer.finish(names, has_graph, writes_inputs, [*mode_lines, *last_lines])
     late_guards = state.all_guards if state.sizes.symbols else None

@@ -104,6 +104,9 @@ class RunnerWriter(SourceWriter):
             return repr(value.value) if plain else self.constant(value.value)
         if isinstance(value, TensorValue):
             result = f"out[{self.outputs.setdefault(value.node, len(self.outputs))}]"
+            if value.cls is torch.nn.Parameter and not value.fake.requires_grad:
+                # Of a leaf's class a backend keeps nothing where no gradients are gathered.
+                result = self.bind(f"{self.constant(torch.nn.Parameter)}({result}, False)")
             if not value.changes:
                 return result
             name = self._name(value, result)

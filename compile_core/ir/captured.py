@@ -63,7 +63,8 @@ class CapturedGraph:
     """Torch-level graph: one placeholder per input in order, one output node with a flat tuple of tensors.
 
     ``required_options`` are the options that the graph is compiled with, whatever the user chose, since the program
-    asks for gradients where the graph ends: by ``create_graph=True``, or with respect to one of the graph's own values.
+    asks for gradients where the graph ends, by ``create_graph=True`` or with respect to one of the graph's own values,
+    or retains those of one.
     """
 
     module: fx.GraphModule

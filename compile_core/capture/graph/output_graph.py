@@ -96,6 +96,7 @@ class OutputGraph:
         self.open_floats: dict[fx.Node, Callable[[], float]] = {}
         self.data_sizes = DataSizes()
         self.has_checks = False
+        self.required_options: dict[str, bool] = {}
         self._last_input: fx.Node | None = None
         self._input_targets: set[str] = set()
         self._named_after_variable: set[fx.Node] = set()
@@ -360,7 +361,7 @@ class OutputGraph:
             if not node.users and (node.op in ("placeholder", "get_attr") or "is_pure" in node.meta):
                 self.graph.erase_node(node)
         inputs = tuple(record.as_given() for record in self.records if record.node.users)
-        return CapturedGraph(self.make_module("CapturedGraph"), inputs)
+        return CapturedGraph(self.make_module("CapturedGraph"), inputs, self.required_options)
 
     def make_module(self, name: str) -> fx.GraphModule:
         """The graph as a module that has the objects it holds as attributes."""

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from gradsplit.compile_core.capture.higher_order_calls.bodies import BodyGraph, body_argument, body_graph
 from gradsplit.compile_core.capture.torch_rules.modes import grad_mode
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
-from gradsplit.compile_core.capture.values.constants import is_none
+from gradsplit.compile_core.capture.values.constants import ConstantValue, is_none
 from gradsplit.compile_core.capture.values.tensors import TensorValue, method_rule
 from gradsplit.compile_core.ir import higher_order
 
@@ -54,6 +54,20 @@ def _register_hook(state: CaptureState, tensor: TensorValue, hook: Value) -> Val
 def _register_post_accumulate(state: CaptureState, tensor: TensorValue, hook: Value) -> Value | None:
     leaf = _is_given_leaf(state, tensor)
     return _register_later(state, tensor, "register_post_accumulate_grad_hook", hook) if leaf else None
+
+
+@method_rule("retain_grad")
+def _retain(state: CaptureState, tensor: TensorValue) -> Value | None:
+    """Told to the result, which gets the gradients of what the graph computes of it where the graph is cut there."""
+    if tensor.fake.requires_grad and not tensor.get_attribute(state, "is_leaf").truth(state):
+        if isinstance(state.graph, BodyGraph):
+            return None
+        state.graph.required_options["linked_results"] = True
+        state.effects.message_given(torch.Tensor.retain_grad, [tensor])
+    elif not tensor.fake.requires_grad:
+        message = "can't retain_grad on Tensor that has requires_grad=False"
+        raise state.raise_exception(RuntimeError, message)
+    return ConstantValue(None)
 
 
 def _is_given_leaf(state: CaptureState, tensor: TensorValue) -> bool:

@@ -29,7 +29,7 @@ def read_gradient(state: CaptureState, tensor: TensorValue) -> Value:
     if stored is not None:
         return stored
     if tensor.real is None or tensor.source is None:
-        if tensor.fake.requires_grad:
+        if tensor.fake.requires_grad and not tensor.fake.is_leaf:
             raise state.unsupported("gradient", f"the gradient of {tensor.describe()}, a result of the graph")
         return ConstantValue(None)
     _guard_leaf(state, tensor)

@@ -10,7 +10,7 @@ from torch.fx import Node
 from torch.nn.functional import one_hot
 
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
-from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule
+from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, answer_to
 from gradsplit.compile_core.capture.values.constants import ConstantValue, is_none
 from gradsplit.compile_core.capture.values.containers import SequenceValue
 from gradsplit.compile_core.capture.values.mappings import DictView
@@ -21,6 +21,7 @@ from gradsplit.compile_core.capture.values.tensors import (
     TensorValue,
     method_rule,
 )
+from gradsplit.compile_core.ir.made_parameters import made_parameter
 from gradsplit.compile_core.torch_facts.dispatcher import is_alias_of
 
 _METADATA_CHANGES = (
@@ -78,6 +79,18 @@ def _requires_grad(state: CaptureState, tensor: TensorValue, *args: Value, **kwa
         return None
     _change(state, "requires_grad_", tensor, [wanted], {})
     return tensor
+
+
+@answer_to(torch.nn.Parameter)
+def _parameter(state: CaptureState, data: Value, requires_grad: Value | None = None) -> Value:
+    """A leaf in the memory of a tensor. What the program keeps of it, a graph hands out as its backend runs it."""
+    if not isinstance(data, TensorValue) or data.cls not in (torch.Tensor, torch.nn.Parameter):
+        raise state.unsupported("parameter", f"a parameter of {data.describe()}")
+    wanted = [] if requires_grad is None else [ConstantValue(requires_grad.truth(state))]
+    made = state.call_tensor_op("call_function", made_parameter, [data, *wanted], {})
+    assert isinstance(made, TensorValue)
+    made.cls = torch.nn.Parameter
+    return made
 
 
 def _store_requires_grad(state: CaptureState, tensor: TensorValue, value: Value) -> None:
