@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextvars
 import functools
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import FloatIn
 from gradsplit.compile_core.capture.operations.operator_rules import GETTERS, existing_getter
 from gradsplit.compile_core.capture.python_rules.builtin_methods import method_of_builtin_type
 from gradsplit.compile_core.capture.python_rules.cached_functions import CachedFunctionValue
+from gradsplit.compile_core.capture.python_rules.context_variables import ContextVariable
 from gradsplit.compile_core.capture.python_rules.drawn_numbers import wrap_generator
 from gradsplit.compile_core.capture.torch_rules.torch_functions import find_torch_rule, tensor_function_rule
 from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, Value
@@ -80,6 +82,16 @@ _BUILTIN_CALLABLES = (
     types.WrapperDescriptorType,
     types.MethodWrapperType,
 )
+
+# The values of objects that are known by identity.
+_BY_IDENTITY: dict[Any, Callable[[Any, Source | None], Value]] = {
+    types.ModuleType: PythonModuleValue,
+    type: ClassValue,
+    functools._lru_cache_wrapper: CachedFunctionValue,
+    property: PropertyValue,
+    TYPE_FORMS: TypeFormValue,
+    contextvars.ContextVar: ContextVariable,
+}
 
 
 def wrap(state: CaptureState, real: Any, source: Source | None) -> Value:
@@ -202,12 +214,10 @@ def _wrap_object(state: CaptureState, real: Any, source: Source | None) -> Value
         return ModuleValue(type(real), real, source)
     if isinstance(real, types.FunctionType):
         return _wrap_function(state, real, source)
-    if isinstance(real, types.ModuleType):
+    make = next((make for kind, make in _BY_IDENTITY.items() if isinstance(real, kind)), None)
+    if make is not None:
         _guard_identity(state, real, source)
-        return PythonModuleValue(real, source)
-    if isinstance(real, type):
-        _guard_identity(state, real, source)
-        return ClassValue(real, source)
+        return make(real, source)
     drawing = wrap_generator(state, real, source)
     if drawing is not None:
         return drawing
@@ -220,9 +230,6 @@ def _wrap_object(state: CaptureState, real: Any, source: Source | None) -> Value
             return wrap_opaque(state, real, source, None)  # made anew at each look-up
         _guard_identity(state, real, source)
         return _wrap_builtin(real, source)
-    if type(real) is functools._lru_cache_wrapper:
-        _guard_identity(state, real, source)
-        return CachedFunctionValue(real, source)
     if type(real) is functools.partial:
         if source is not None:
             state.guards.type_is(source, functools.partial)
@@ -245,12 +252,6 @@ def _wrap_object(state: CaptureState, real: Any, source: Source | None) -> Value
     if type(real) in GETTERS:
         _guard_identity(state, real, source)
         return existing_getter(state, real, source or state.reference_source(type(real).__name__, real))
-    if type(real) is property:
-        _guard_identity(state, real, source)
-        return PropertyValue(real, source)
-    if isinstance(real, TYPE_FORMS):
-        _guard_identity(state, real, source)
-        return TypeFormValue(real, source)
     if isinstance(real, (torch._ops.OpOverloadPacket, torch._ops.OpOverload)):
         # An operator of torch or of a library that registered its own; what it means for fake tensors comes with it.
         _guard_identity(state, real, source)
