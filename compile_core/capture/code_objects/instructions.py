@@ -17,6 +17,14 @@ import bytecode
 from gradsplit.compile_core.capture.code_objects.python_versions import HALVES
 from gradsplit.compile_core.errors import InternalError
 
+# After these no instruction follows of itself.
+NO_FALL_THROUGH = frozenset(
+    [
+        *("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"),
+        *("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"),
+    ]
+)
+
 
 @dataclass(frozen=True)
 class Instruction:

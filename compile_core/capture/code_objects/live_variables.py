@@ -6,20 +6,9 @@ import dis
 import types
 import weakref
 
-from gradsplit.compile_core.capture.code_objects.instructions import Code, decode
+from gradsplit.compile_core.capture.code_objects.instructions import NO_FALL_THROUGH, Code, decode
 
 _STORES = frozenset(["STORE_FAST", "STORE_FAST_MAYBE_NULL"])
-_NO_FALL_THROUGH = frozenset(
-    [
-        "RETURN_VALUE",
-        "RETURN_CONST",
-        "RAISE_VARARGS",
-        "RERAISE",
-        "JUMP_FORWARD",
-        "JUMP_BACKWARD",
-        "JUMP_BACKWARD_NO_INTERRUPT",
-    ]
-)
 
 
 def live_variables(code: types.CodeType, index: int) -> frozenset[str]:
@@ -51,7 +40,7 @@ def _flow(code: Code) -> list[int]:
         has_changed = False
         for at in range(len(instructions) - 1, -1, -1):
             instruction = instructions[at]
-            found = 0 if instruction.name in _NO_FALL_THROUGH else live[at + 1]
+            found = 0 if instruction.name in NO_FALL_THROUGH else live[at + 1]
             if instruction.target >= 0:
                 found |= live[instruction.target]
             if instruction.name in _STORES:

@@ -16,7 +16,13 @@ from typing import Any
 
 import bytecode
 
-from gradsplit.compile_core.capture.code_objects.instructions import Code, Instruction, decode, editable
+from gradsplit.compile_core.capture.code_objects.instructions import (
+    NO_FALL_THROUGH,
+    Code,
+    Instruction,
+    decode,
+    editable,
+)
 from gradsplit.compile_core.capture.code_objects.python_versions import (
     CALL_NEEDS_PRECALL,
     LOAD_ATTR_HAS_METHOD_BIT,
@@ -185,24 +191,11 @@ def _calls_of_expressions(code: Code) -> dict[int, int]:
                     found[_first_of_call(instructions, index)] = above
             if instruction.target >= 0:
                 waiting.append((instruction.target, _after(instruction, index, list(pushed_by), True)))
-            if instruction.name in _ENDS:
+            if instruction.name in NO_FALL_THROUGH:
                 break
             pushed_by = _after(instruction, index, pushed_by, False)
             index += 1
     return found
-
-
-_ENDS = frozenset(
-    [
-        "RETURN_VALUE",
-        "RETURN_CONST",
-        "RAISE_VARARGS",
-        "RERAISE",
-        "JUMP_FORWARD",
-        "JUMP_BACKWARD",
-        "JUMP_BACKWARD_NO_INTERRUPT",
-    ]
-)
 
 
 def _values_above_callee(instruction: Instruction) -> int | None:

@@ -6,13 +6,13 @@ import types
 from typing import Any
 
 from gradsplit.compile_core.capture.directives import DISABLED_BECAUSE, is_disabled
-from gradsplit.compile_core.capture.object_model.instance_dict import MISSING, InstanceDict
+from gradsplit.compile_core.capture.object_model.instance_dict import MISSING, AttributeOwner
 from gradsplit.compile_core.capture.object_model.libraries import is_library_name
 from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, Value
 from gradsplit.compile_core.capture.values.constants import BuiltinMethod, ConstantValue, is_none
 from gradsplit.compile_core.capture.values.containers import SequenceValue
 from gradsplit.compile_core.capture.values.mappings import DictValue
-from gradsplit.compile_core.ir.sources import AttributeSource, ItemSource, Source
+from gradsplit.compile_core.ir.sources import AttributeSource, Source
 
 
 class CellValue(Value):
@@ -40,8 +40,8 @@ class CellValue(Value):
         state.effects.cell_changed(self)
 
 
-class FunctionValue(Value):
-    """A Python function, existing or made in the frame. ``changes`` holds the attributes that were stored."""
+class FunctionValue(AttributeOwner):
+    """A Python function, existing or made in the frame."""
 
     cls = types.FunctionType
 
@@ -66,7 +66,6 @@ class FunctionValue(Value):
         self.annotations: Value | None = None
         self.changes: dict[str, Value] = {}
         self.deleted: set[str] = set()
-        self._dict: InstanceDict | None = None
 
     def describe(self) -> str:
         return f"the function {self.qualname}"
@@ -97,13 +96,9 @@ class FunctionValue(Value):
         if name in ("__call__", "__get__"):
             return BuiltinMethod(self, name)
         if name == "__dict__":
-            self._dict = self._dict or InstanceDict(self)
-            return self._dict
+            return self.instance_dict(state)
         if not hasattr(types.FunctionType, name):
-            found = self.own_attribute(state, name)
-            if found is not None:
-                return found
-            raise state.raise_exception(AttributeError, f"'function' object has no attribute {name!r}")
+            return self._stored(state, name)
         return super().get_attribute(state, name)
 
     def real_dict(self) -> dict[str, Any]:
@@ -112,37 +107,17 @@ class FunctionValue(Value):
     def dict_source(self) -> Source | None:
         return None if self.source is None or self.real is None else AttributeSource(self.source, "__dict__")
 
-    def own_attribute(self, state: CaptureState, name: str) -> Value | None:
-        """An attribute that was stored, before the frame or in it; None where there is none."""
-        if name in self.changes:
-            changed = self.changes[name]
-            return None if changed is MISSING else changed
-        place, held = self.dict_source(), self.real_dict()
-        if name in held:
-            return state.wrap(held[name], None if place is None else ItemSource(place, name))
-        self.guard_absent(state, name)
-        return None
-
-    def guard_absent(self, state: CaptureState, name: str) -> None:
-        place = self.dict_source()
-        if place is not None and name not in self.real_dict():
-            state.guards.absent(place, name)
-
-    def change(self, state: CaptureState, name: str, value: Value) -> None:
-        self.set_attribute(state, name, value)
-
-    def forget(self, state: CaptureState, name: str) -> None:
-        if name in self.real_dict():
-            self.set_attribute(state, name, MISSING)
-            self.deleted.add(name)
-        else:
-            del self.changes[name]
-            state.effects.attributes.pop((id(self), name), None)
-
     def delete_attribute(self, state: CaptureState, name: str) -> None:
-        if self.own_attribute(state, name) is None:
-            raise state.raise_exception(AttributeError, f"'function' object has no attribute {name!r}")
+        self._stored(state, name)
         self.forget(state, name)
+
+    def _stored(self, state: CaptureState, name: str) -> Value:
+        """An attribute that was stored, before the frame or in it."""
+        found = self.own_attribute(state, name)
+        if found is None:
+            self.guard_absent(state, name)
+            raise state.raise_exception(AttributeError, f"'function' object has no attribute {name!r}")
+        return found
 
     def bare_function(self) -> types.FunctionType:
         """A real function of the same code, to ask for what follows from the code alone."""
@@ -176,12 +151,7 @@ class FunctionValue(Value):
     def set_attribute(self, state: CaptureState, name: str, value: Value) -> None:
         if name in ("__code__", "__defaults__", "__kwdefaults__", "__dict__", "__globals__", "__closure__"):
             raise state.unsupported("function-attribute", f"a store to {name!r} of a function")
-        if self.real is not None and self.source is None:
-            raise state.unsupported(
-                "library-state", f"a change of {self.describe()}, which belongs to a library"
-            )
-        self.changes[name] = value
-        state.effects.attribute_changed(self, name)
+        self.change(state, name, value)
 
 
 def bind_function(state: CaptureState, function: Value, args: list[Value], kwargs: dict[str, Value]) -> Value:

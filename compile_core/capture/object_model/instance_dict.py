@@ -1,8 +1,8 @@
-"""``x.__dict__`` as a value: a dictionary whose entries are the attributes of an object."""
+"""Objects with a ``__dict__``, and it as a value: a dictionary whose entries are the attributes of an object."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, Value
 from gradsplit.compile_core.capture.values.constants import ConstantValue
@@ -14,18 +14,60 @@ from gradsplit.compile_core.ir.sources import ItemSource, Source
 MISSING: Any = object()
 
 
-class AttributeOwner(Protocol):
-    """What a view on attributes needs of the object."""
+class AttributeOwner(Value):
+    """An object with a ``__dict__``. ``changes`` holds attributes that were stored in the frame, MISSING where they
+    were deleted, ``deleted`` the existing ones that were deleted, even if they were stored again."""
 
+    real: Any
     changes: dict[str, Value]
     deleted: set[str]
+    _dict: InstanceDict | None = None
 
-    def real_dict(self) -> dict[str, Any]: ...
-    def dict_source(self) -> Source | None: ...
-    def own_attribute(self, state: CaptureState, name: str) -> Value | None: ...
-    def guard_absent(self, state: CaptureState, name: str) -> None: ...
-    def change(self, state: CaptureState, name: str, value: Value) -> None: ...
-    def forget(self, state: CaptureState, name: str) -> None: ...
+    def real_dict(self) -> dict[str, Any]:
+        """The ``__dict__`` of the real object before the call; empty for an object made in the frame."""
+        raise NotImplementedError
+
+    def dict_source(self) -> Source | None:
+        """Where the object's own ``__dict__`` is found without running any code of its class."""
+        raise NotImplementedError
+
+    def instance_dict(self, state: CaptureState) -> Value:
+        self._dict = self._dict or InstanceDict(self)
+        return self._dict
+
+    def own_attribute(self, state: CaptureState, name: str) -> Value | None:
+        """An attribute of the object itself, None where there is none."""
+        if name in self.changes:
+            changed = self.changes[name]
+            return None if changed is MISSING else changed
+        own = self.real_dict()
+        if name not in own:
+            return None
+        place = self.dict_source()
+        return state.wrap(own[name], None if place is None else ItemSource(place, name))
+
+    def guard_absent(self, state: CaptureState, name: str) -> None:
+        place = self.dict_source()
+        if place is not None and name not in self.changes:
+            state.guards.absent(place, name)
+
+    def change(self, state: CaptureState, name: str, value: Value) -> None:
+        if self.real is not None and self.source is None:
+            raise state.unsupported(
+                "library-state", f"a change of {self.describe()}, which belongs to a library"
+            )
+        self.before_change_of_content(state)
+        self.changes[name] = value
+        state.effects.attribute_changed(self, name)
+
+    def forget(self, state: CaptureState, name: str) -> None:
+        """Delete an attribute that is there."""
+        if name in self.real_dict() or name not in self.changes:
+            self.change(state, name, MISSING)
+            self.deleted.add(name)
+        else:
+            del self.changes[name]
+            state.effects.attributes.pop((id(self), name), None)
 
 
 class InstanceDict(DictValue):

@@ -16,7 +16,7 @@ from gradsplit.compile_core.capture.object_model.class_entries import (
 )
 from gradsplit.compile_core.capture.object_model.content import overrides
 from gradsplit.compile_core.capture.object_model.functions import BoundMethodValue, FunctionValue
-from gradsplit.compile_core.capture.object_model.instance_dict import MISSING, InstanceDict
+from gradsplit.compile_core.capture.object_model.instance_dict import MISSING, AttributeOwner
 from gradsplit.compile_core.capture.values.base import CaptureState, SymbolicRaise, Value
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.containers import ContainerValue
@@ -115,12 +115,8 @@ def names_another_class(cls: type) -> bool:
     return class_lookup(cls, "__class__")[0] is not object
 
 
-class InstanceValue(Value):
-    """An object of a plain class, or of a subclass of a built-in type, which then has a content.
-
-    ``changes`` holds attributes that were stored (MISSING: deleted) in the frame, ``deleted`` the existing ones that
-    were deleted, even if they were stored again.
-    """
+class InstanceValue(AttributeOwner):
+    """An object of a plain class, or of a subclass of a built-in type, which then has a content."""
 
     def __init__(self, cls: type, real: Any, source: Source | None, content: Value | None = None) -> None:
         self.cls = cls
@@ -131,7 +127,6 @@ class InstanceValue(Value):
         self.source = source
         self.changes: dict[str, Value] = {}
         self.deleted: set[str] = set()
-        self._dict: InstanceDict | None = None
 
     def truth(self, state: CaptureState) -> bool:
         for name in ("__bool__", "__len__"):
@@ -199,7 +194,6 @@ class InstanceValue(Value):
         return None if owner is None else bind_class_entry(state, self, cls, owner, name, entry)
 
     def dict_source(self) -> Source | None:
-        """Where the object's own ``__dict__`` is found without running any code of its class."""
         if self.source is None or self.real is None or not self.cls.__dictoffset__:
             return None
         if type(self.cls.__getattribute__) is types.FunctionType:
@@ -207,23 +201,12 @@ class InstanceValue(Value):
         return AttributeSource(self.source, "__dict__")
 
     def real_dict(self) -> dict[str, Any]:
-        """The ``__dict__`` of the real object before the call; empty for an object made in the frame."""
         if self.real is None or not self.cls.__dictoffset__:
             return {}
         return object.__getattribute__(self.real, "__dict__")
 
     def own_attribute(self, state: CaptureState, name: str) -> Value | None:
-        """An attribute of the instance itself, None where there is none."""
-        if (self.cls, name) in _CACHES:
-            return ConstantValue(None)
-        if name in self.changes:
-            changed = self.changes[name]
-            return None if changed is MISSING else changed
-        own = self.real_dict()
-        if name not in own:
-            return None
-        place = self.dict_source()
-        return state.wrap(own[name], None if place is None else ItemSource(place, name))
+        return ConstantValue(None) if (self.cls, name) in _CACHES else super().own_attribute(state, name)
 
     def _slot(self, state: CaptureState, name: str) -> Value:
         if name in self.changes and self.changes[name] is not MISSING:
@@ -241,8 +224,7 @@ class InstanceValue(Value):
     def instance_dict(self, state: CaptureState) -> Value:
         if not self.cls.__dictoffset__:
             raise state.no_attribute(self.cls, "__dict__")
-        self._dict = self._dict or InstanceDict(self)
-        return self._dict
+        return super().instance_dict(state)
 
     def missing_attribute(self, state: CaptureState, name: str) -> Value:
         """``__getattr__``, or AttributeError."""
@@ -251,11 +233,6 @@ class InstanceValue(Value):
             bound = bind_class_entry(state, self, self.cls, owner, "__getattr__", entry)
             return bound.call(state, [ConstantValue(name)], {})
         raise state.no_attribute(self.cls, name)
-
-    def guard_absent(self, state: CaptureState, name: str) -> None:
-        place = self.dict_source()
-        if place is not None and name not in self.changes:
-            state.guards.absent(place, name)
 
     def set_attribute(self, state: CaptureState, name: str, value: Value) -> None:
         if self._has_own(state, "__setattr__"):
@@ -305,15 +282,6 @@ class InstanceValue(Value):
         message = f"property {name!r} of {self.cls.__qualname__!r} object has no {accessor}"
         return state.raise_exception(AttributeError, message)
 
-    def change(self, state: CaptureState, name: str, value: Value) -> None:
-        if self.real is not None and self.source is None:
-            raise state.unsupported(
-                "library-state", f"a change of {self.describe()}, which belongs to a library"
-            )
-        self.before_change_of_content(state)
-        self.changes[name] = value
-        state.effects.attribute_changed(self, name)
-
     def before_change_of_content(self, state: CaptureState) -> None:
         """A dictionary that is its own ``__dict__`` has two ways to each item, of which a capture follows one."""
         place = self.dict_source()
@@ -349,15 +317,6 @@ class InstanceValue(Value):
             self.guard_absent(state, name)
             raise self._not_found(state, name)
         self.forget(state, name)
-
-    def forget(self, state: CaptureState, name: str) -> None:
-        """Delete an attribute that is there."""
-        if name in self.real_dict() or name not in self.changes:
-            self.change(state, name, MISSING)
-            self.deleted.add(name)
-        else:
-            del self.changes[name]
-            state.effects.attributes.pop((id(self), name), None)
 
     def _special(self, state: CaptureState, name: str, args: list[Value]) -> Value | None:
         owner, entry = find_class_entry(state, self.cls, name)

@@ -34,39 +34,14 @@ from gradsplit.compile_core.capture.values.mappings import DictValue, DictView, 
 from gradsplit.compile_core.capture.values.sets import IN_PLACE_OPERATORS as IN_PLACE_SET_OPERATORS
 from gradsplit.compile_core.capture.values.sets import OPERATORS as SET_OPERATORS
 from gradsplit.compile_core.capture.values.sets import SetValue, as_set
-from gradsplit.compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.capture.values.tensors import OPERATOR_STEMS, TensorValue
 
 # BINARY_OP's text: the function, the methods on the left, on the right.
 BINARY: dict[str, tuple[Callable[..., Any], str, str]] = {
-    "+": (operator.add, "__add__", "__radd__"),
-    "-": (operator.sub, "__sub__", "__rsub__"),
-    "*": (operator.mul, "__mul__", "__rmul__"),
-    "/": (operator.truediv, "__truediv__", "__rtruediv__"),
-    "//": (operator.floordiv, "__floordiv__", "__rfloordiv__"),
-    "%": (operator.mod, "__mod__", "__rmod__"),
-    "**": (operator.pow, "__pow__", "__rpow__"),
-    "@": (operator.matmul, "__matmul__", "__rmatmul__"),
-    "&": (operator.and_, "__and__", "__rand__"),
-    "|": (operator.or_, "__or__", "__ror__"),
-    "^": (operator.xor, "__xor__", "__rxor__"),
-    "<<": (operator.lshift, "__lshift__", "__rlshift__"),
-    ">>": (operator.rshift, "__rshift__", "__rrshift__"),
+    symbol: (getattr(operator, f"__{stem}__"), f"__{stem}__", f"__r{stem}__")
+    for symbol, stem in OPERATOR_STEMS.items()
 }
-IN_PLACE: dict[str, Callable[..., Any]] = {
-    "+=": operator.iadd,
-    "-=": operator.isub,
-    "*=": operator.imul,
-    "/=": operator.itruediv,
-    "//=": operator.ifloordiv,
-    "%=": operator.imod,
-    "**=": operator.ipow,
-    "@=": operator.imatmul,
-    "&=": operator.iand,
-    "|=": operator.ior,
-    "^=": operator.ixor,
-    "<<=": operator.ilshift,
-    ">>=": operator.irshift,
-}
+IN_PLACE = {f"{symbol}=": getattr(operator, f"__i{stem}__") for symbol, stem in OPERATOR_STEMS.items()}
 UNARY: dict[str, tuple[Callable[..., Any], str]] = {
     "-": (operator.neg, "__neg__"),
     "+": (operator.pos, "__pos__"),
@@ -177,7 +152,7 @@ def _in_place(state: CaptureState, symbol: str, left: Value, right: Value) -> Va
     if isinstance(left, TensorValue) and not isinstance(right, InstanceValue):
         return state.call_tensor_op("call_function", IN_PLACE[symbol], [left, right], {})
     if isinstance(left, InstanceValue):
-        result = special_call(state, left, f"__i{BINARY[symbol[:-1]][1][2:]}", [right])
+        result = special_call(state, left, f"__i{OPERATOR_STEMS[symbol[:-1]]}__", [right])
         return None if result is None or is_not_implemented(result) else result
     if isinstance(left, ListValue):
         if symbol == "+=" and not isinstance(right, (TensorValue, InstanceValue)):

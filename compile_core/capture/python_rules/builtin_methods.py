@@ -67,8 +67,7 @@ _PROTOCOL: dict[str, Method] = {
 for _symbol, (_, _method, _reflected_method) in operators.BINARY.items():
     _PROTOCOL[_method] = _operator(_symbol)
     _PROTOCOL[_reflected_method] = _reflected(_symbol)
-for _symbol in operators.IN_PLACE:
-    _PROTOCOL["__i" + operators.BINARY[_symbol[:-1]][1][2:]] = _operator(_symbol)
+    _PROTOCOL["__i" + _method[2:]] = _operator(f"{_symbol}=")
 for _symbol, (_, _method, _) in comparisons.COMPARE.items():
     _PROTOCOL[_method] = _comparison(_symbol)
 

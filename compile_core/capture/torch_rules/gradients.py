@@ -15,9 +15,9 @@ from gradsplit.compile_core.capture.torch_rules.modes import grad_mode
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.constants import ConstantValue, is_none
 from gradsplit.compile_core.capture.values.tensors import (
-    ATTRIBUTE_STORES,
     TensorValue,
     attribute_read,
+    attribute_store,
 )
 from gradsplit.compile_core.capture.values.view_copies import note_view_copy
 from gradsplit.compile_core.ir.sources import AttributeSource
@@ -45,6 +45,7 @@ def _guard_leaf(state: CaptureState, tensor: TensorValue) -> None:
         state.guards.add([tensor.source], "{0}.is_leaf", [], f"{tensor.source} is a leaf")
 
 
+@attribute_store("grad")
 def store_gradient(state: CaptureState, tensor: TensorValue, value: Value) -> None:
     if tensor.real is None or tensor.source is None:
         raise state.unsupported("gradient-store", f"a store to the gradient of {tensor.describe()}")
@@ -57,9 +58,6 @@ def store_gradient(state: CaptureState, tensor: TensorValue, value: Value) -> No
         raise state.unsupported("gradient-store", f"{value.describe()} as a gradient")
     tensor.changes["grad"] = value
     state.effects.attribute_changed(tensor, "grad")
-
-
-ATTRIBUTE_STORES["grad"] = store_gradient
 
 
 @attribute_read("is_leaf")
@@ -91,6 +89,7 @@ def _data(state: CaptureState, tensor: TensorValue) -> Value:
     return made
 
 
+@attribute_store("data")
 def _store_data(state: CaptureState, tensor: TensorValue, value: Value) -> None:
     """A leaf that was there before gets other memory: it is stored once the graph has run. What the graph computes from
     here on is of a copy of the leaf, for its gradients, with the new values."""
@@ -122,6 +121,3 @@ def _store_data(state: CaptureState, tensor: TensorValue, value: Value) -> None:
     state.tensor_of_fake[id(copy.fake)] = tensor
     tensor.changes["data"] = value
     state.effects.attribute_changed(tensor, "data")
-
-
-ATTRIBUTE_STORES["data"] = _store_data

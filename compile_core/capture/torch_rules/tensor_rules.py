@@ -10,15 +10,15 @@ from torch.fx import Node
 from torch.nn.functional import one_hot
 
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
-from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, answer_to
+from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, answer_to, call_rule
 from gradsplit.compile_core.capture.values.constants import ConstantValue, is_none
 from gradsplit.compile_core.capture.values.containers import SequenceValue
 from gradsplit.compile_core.capture.values.mappings import DictView
 from gradsplit.compile_core.capture.values.tensors import (
-    ATTRIBUTE_STORES,
     METHOD_RULES,
     MethodRule,
     TensorValue,
+    attribute_store,
     method_rule,
 )
 from gradsplit.compile_core.ir.made_parameters import made_parameter
@@ -93,6 +93,7 @@ def _parameter(state: CaptureState, data: Value, requires_grad: Value | None = N
     return made
 
 
+@attribute_store("requires_grad")
 def _store_requires_grad(state: CaptureState, tensor: TensorValue, value: Value) -> None:
     """Unlike the method it says nothing of what has a history."""
     if not tensor.get_attribute(state, "is_leaf").truth(state):
@@ -100,9 +101,6 @@ def _store_requires_grad(state: CaptureState, tensor: TensorValue, value: Value)
             "attribute-store", f"'requires_grad' of {tensor.describe()}, which is no leaf"
         )
     tensor.call_method(state, "requires_grad_", [value], {})
-
-
-ATTRIBUTE_STORES["requires_grad"] = _store_requires_grad
 
 
 @method_rule("contiguous")
@@ -148,14 +146,12 @@ def _end(tensor: torch.Tensor) -> int:
     return int(tensor.storage_offset() + sum(steps) + 1) if tensor.numel() else 0
 
 
+@call_rule(one_hot)
 def _one_hot(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     """Lies row-major whatever the classes' order in memory is; torch's form for fake tensors keeps that."""
     if args and isinstance(args[0], TensorValue) and not args[0].fake.is_contiguous():
         args = [state.call_tensor_op("call_method", "contiguous", [args[0]], {}), *args[1:]]
     return state.call_tensor_op("call_function", one_hot, args, kwargs)
-
-
-CALL_RULES[one_hot] = _one_hot
 
 
 @method_rule("fill_diagonal_")
@@ -179,13 +175,11 @@ def _guard_beginning(state: CaptureState, tensor: TensorValue) -> int:
     return 0
 
 
+@call_rule(torch.as_strided)
 def _as_strided_function(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     if args and isinstance(args[0], TensorValue):
         return args[0].call_method(state, "as_strided", args[1:], kwargs)
     return state.call_tensor_op("call_function", torch.as_strided, args, kwargs)
-
-
-CALL_RULES[torch.as_strided] = _as_strided_function
 
 
 @method_rule("__getitem__")

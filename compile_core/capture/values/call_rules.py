@@ -17,15 +17,21 @@ CALL_RULES: dict[Any, CallRule] = {}
 DATA_DEPENDENT_RULES: dict[Any, Callable[[CaptureState, list[Value]], Value | None]] = {}
 
 
-def call_rule(*targets: Any) -> Callable[[CallRule], CallRule]:
-    """Register the rule for calls of these callables."""
+def entry_of(table: dict[Any, Any]) -> Callable[..., Callable[[Any], Any]]:
+    """What makes decorators that enter a rule in a table, under each of these keys."""
 
-    def register(function: CallRule) -> CallRule:
-        for target in targets:
-            CALL_RULES[target] = function
-        return function
+    def under(*keys: Any) -> Callable[[Any], Any]:
+        def enter(rule: Any) -> Any:
+            table.update(dict.fromkeys(keys, rule))
+            return rule
 
-    return register
+        return enter
+
+    return under
+
+
+# Register the rule for calls of these callables.
+call_rule = entry_of(CALL_RULES)
 
 
 def answer_to(*targets: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -66,12 +72,7 @@ DECORATOR_RULES: dict[types.CodeType, DecoratorRule] = {}
 
 def decorator_rule(decorated: Any) -> Callable[[DecoratorRule], DecoratorRule]:
     """Register the rule for all functions that were made by the decorator that made ``decorated``."""
-
-    def register(function: DecoratorRule) -> DecoratorRule:
-        DECORATOR_RULES[decorated.__code__] = function
-        return function
-
-    return register
+    return entry_of(DECORATOR_RULES)(decorated.__code__)
 
 
 def find_call_rule(target: Any) -> CallRule | None:

@@ -188,10 +188,10 @@ _RESULTS = {
 # Operators of sets, with the names of their methods.
 OPERATORS = {"|": "union", "&": "intersection", "-": "difference", "^": "symmetric_difference"}
 IN_PLACE_OPERATORS = {
-    "|=": "update",
-    "&=": "intersection_update",
-    "-=": "difference_update",
-    "^=": "symmetric_difference_update",
+    f"{symbol}=": name
+    for symbol, of in OPERATORS.items()
+    for name, result in _RESULTS.items()
+    if result == of
 }
 
 

@@ -12,6 +12,7 @@ from torch import fx
 from torch.nn.parameter import is_lazy
 
 from gradsplit.compile_core.capture.values.base import CaptureState, PlainCall, Value, stored_attribute
+from gradsplit.compile_core.capture.values.call_rules import entry_of
 from gradsplit.compile_core.capture.values.constants import BuiltinMethod, ConstantValue, fold
 from gradsplit.compile_core.ir.sources import Source
 
@@ -228,45 +229,19 @@ MethodRule = Callable[..., Value | None]
 METHOD_RULES: dict[str, MethodRule] = {}
 
 
-def attribute_read(name: str) -> Callable[[AttributeRead], AttributeRead]:
-    """Register what reading this attribute of a tensor gives."""
+# Register what reading an attribute of a tensor gives, what a store to one does, and the rules of methods.
+attribute_read = entry_of(ATTRIBUTE_READS)
+attribute_store = entry_of(ATTRIBUTE_STORES)
+method_rule = entry_of(METHOD_RULES)
 
-    def register(function: AttributeRead) -> AttributeRead:
-        ATTRIBUTE_READS[name] = function
-        return function
-
-    return register
-
-
-def method_rule(name: str) -> Callable[[MethodRule], MethodRule]:
-    """Register the rule of this method of tensors."""
-
-    def register(function: MethodRule) -> MethodRule:
-        METHOD_RULES[name] = function
-        return function
-
-    return register
-
-
-_OPERATORS = frozenset(
-    f"__{way}{stem}__"
-    for way in ("", "r", "i")
-    for stem in [
-        "add",
-        "sub",
-        "mul",
-        "truediv",
-        "floordiv",
-        "mod",
-        "pow",
-        "matmul",
-        "and",
-        "or",
-        "xor",
-        "lshift",
-        "rshift",
-    ]
-) | {f"__{name}__" for name in ("neg", "pos", "invert", "abs", "eq", "ne", "lt", "le", "gt", "ge")}
+# The operators of two sides, with what the names of their methods are made of.
+OPERATOR_STEMS = {
+    "+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod", "**": "pow", "@": "matmul",
+    "&": "and", "|": "or", "^": "xor", "<<": "lshift", ">>": "rshift",
+}  # fmt: skip
+_OPERATORS = frozenset(f"__{way}{stem}__" for way in ("", "r", "i") for stem in OPERATOR_STEMS.values()) | {
+    f"__{name}__" for name in ("neg", "pos", "invert", "abs", "eq", "ne", "lt", "le", "gt", "ge")
+}
 
 
 def type_name(fake: torch.Tensor) -> str:
