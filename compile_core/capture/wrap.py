@@ -104,13 +104,11 @@ def wrap(state: CaptureState, real: Any, source: Source | None) -> Value:
         return wrap(state, original, source)
     of_arrays = form_of_torchs_wrapper(real)
     if of_arrays is not None:
-        if source is not None:
-            state.guards.is_object(source, real)
+        state.guards.is_object(source, real)
         return wrap(state, of_arrays, None)
     attribute = compiled_by_torch(real)
     if attribute is not None:
-        if source is not None:
-            state.guards.is_object(source, real)
+        state.guards.is_object(source, real)
         return wrap(state, getattr(real, attribute), source and AttributeSource(source, attribute))
     if is_literal(real) or type(real) in FOLDED_TYPES:
         return _wrap_literal(state, real, source)
@@ -155,12 +153,10 @@ def _wrap_literal(state: CaptureState, real: Any, source: Source | None) -> Valu
 
 def _wrap_immutable(state: CaptureState, real: Any, source: Source | None) -> Value:
     cls = type(real)
-    if source is not None:
-        state.guards.type_is(source, cls)
+    state.guards.type_is(source, cls)
     if cls is frozenset:
         return _wrap_set(state, real, source)
-    if source is not None:
-        state.guards.length(source, len(real))
+    state.guards.length(source, len(real))
     return SequenceValue(_lazy_items(real, source), cls, source)
 
 
@@ -206,40 +202,33 @@ def _wrap_object(state: CaptureState, real: Any, source: Source | None) -> Value
     if isinstance(real, (np.ndarray, np.generic)):
         return wrap_array(state, real, source)
     if isinstance(real, NUMPY_FUNCTIONS):
-        _guard_identity(state, real, source)
+        state.guards.is_object(source, real)
         return CallableReferenceValue(real, find_call_rule(real), source)
     if isinstance(real, torch.nn.Module):
-        if source is not None:
-            state.guards.type_is(source, type(real))
+        state.guards.type_is(source, type(real))
         return ModuleValue(type(real), real, source)
     if isinstance(real, types.FunctionType):
         return _wrap_function(state, real, source)
     make = next((make for kind, make in _BY_IDENTITY.items() if isinstance(real, kind)), None)
     if make is not None:
-        _guard_identity(state, real, source)
+        state.guards.is_object(source, real)
         return make(real, source)
     drawing = wrap_generator(state, real, source)
     if drawing is not None:
         return drawing
     if isinstance(real, types.MethodType):
-        return _wrap_method(state, real, source)
+        state.guards.type_is(source, types.MethodType)
+        return BoundMethodValue(*_attributes(state, real, source, "__func__", "__self__"), source=source)
     if isinstance(real, _BUILTIN_CALLABLES):
         owner = getattr(real, "__self__", None)
         is_bound = owner is not None and not isinstance(owner, (types.ModuleType, type))
         if is_bound and source is not None and isinstance(source.root, LocalSource):
             return wrap_opaque(state, real, source, None)  # made anew at each look-up
-        _guard_identity(state, real, source)
+        state.guards.is_object(source, real)
         return _wrap_builtin(real, source)
     if type(real) is functools.partial:
-        if source is not None:
-            state.guards.type_is(source, functools.partial)
-        parts = [
-            None if source is None else AttributeSource(source, name) for name in ("func", "args", "keywords")
-        ]
-        function, args, kwargs = (
-            state.wrap(getattr(real, name), part)
-            for name, part in zip(("func", "args", "keywords"), parts, strict=True)
-        )
+        state.guards.type_is(source, functools.partial)
+        function, args, kwargs = _attributes(state, real, source, "func", "args", "keywords")
         assert isinstance(args, SequenceValue) and isinstance(kwargs, DictValue)
         return PartialValue(function, args, kwargs, source)
     if is_weak_reference(real):
@@ -250,24 +239,19 @@ def _wrap_object(state: CaptureState, real: Any, source: Source | None) -> Value
     if type(real) in LIVE_ITERATORS and source is not None:
         return wrap_iterator(state, real, source) or wrap_opaque(state, real, source, None)
     if type(real) in GETTERS:
-        _guard_identity(state, real, source)
+        state.guards.is_object(source, real)
         return existing_getter(state, real, source or state.reference_source(type(real).__name__, real))
     if isinstance(real, (torch._ops.OpOverloadPacket, torch._ops.OpOverload)):
         # An operator of torch or of a library that registered its own; what it means for fake tensors comes with it.
-        _guard_identity(state, real, source)
+        state.guards.is_object(source, real)
         return CallableReferenceValue(real, find_call_rule(real) or tensor_function_rule(real), source)
     instance = _wrap_instance(state, real, source)
     if instance is not None:
         return instance
     if source is not None and isinstance(source.root, LocalSource):
         return wrap_opaque(state, real, source, None)
-    _guard_identity(state, real, source)
+    state.guards.is_object(source, real)
     return ReferenceValue(real, source)
-
-
-def _guard_identity(state: CaptureState, real: Any, source: Source | None) -> None:
-    if source is not None:
-        state.guards.is_object(source, real)
 
 
 def _wrap_tensor(state: CaptureState, real: torch.Tensor, source: Source | None) -> Value:
@@ -302,7 +286,7 @@ def _input_kind(source: Source) -> InputKind:
 def _wrap_function(state: CaptureState, real: types.FunctionType, source: Source | None) -> Value:
     included = beneath_torch_front_end(real)
     if included is not None:
-        _guard_identity(state, real, source)
+        state.guards.is_object(source, real)
         return state.wrap(included, None)
     rule = (
         directive_rule(real)
@@ -311,7 +295,7 @@ def _wrap_function(state: CaptureState, real: types.FunctionType, source: Source
         or transformed_function_rule(real)
     )
     if rule is not None:
-        _guard_identity(state, real, source)
+        state.guards.is_object(source, real)
         return CallableReferenceValue(real, rule, source)
     library = is_library_name(real.__globals__.get("__name__"))
     if source is not None and isinstance(source.root, LocalSource):
@@ -321,7 +305,7 @@ def _wrap_function(state: CaptureState, real: types.FunctionType, source: Source
         state.guards.is_object(AttributeSource(source, "__globals__"), real.__globals__)
         owner: Source | None = source
     else:
-        _guard_identity(state, real, source)
+        state.guards.is_object(source, real)
         owner = None if library else state.reference_source(real.__qualname__, real)
         if owner is not None:
             state.guards.is_object(AttributeSource(owner, "__code__"), real.__code__)
@@ -358,8 +342,7 @@ def _wrap_defaults(state: CaptureState, real: types.FunctionType, owner: Source 
     place = None if owner is None else AttributeSource(owner, "__defaults__")
     if real.__defaults__ is None:
         return []
-    if place is not None:
-        state.guards.length(place, len(real.__defaults__))
+    state.guards.length(place, len(real.__defaults__))
     return [
         LazyValue(value, None if place is None else ItemSource(place, index))
         for index, value in enumerate(real.__defaults__)
@@ -395,11 +378,9 @@ def wrap_cell(state: CaptureState, cell: types.CellType, source: Source | None) 
     return value
 
 
-def _wrap_method(state: CaptureState, real: types.MethodType, source: Source | None) -> Value:
-    if source is not None:
-        state.guards.type_is(source, types.MethodType)
-    parts = [None if source is None else AttributeSource(source, name) for name in ("__func__", "__self__")]
-    return BoundMethodValue(state.wrap(real.__func__, parts[0]), state.wrap(real.__self__, parts[1]), source)
+def _attributes(state: CaptureState, real: Any, source: Source | None, *names: str) -> list[Value]:
+    """The values of what an object consists of."""
+    return [state.wrap(getattr(real, name), source and AttributeSource(source, name)) for name in names]
 
 
 def _wrap_builtin(real: Any, source: Source | None) -> Value:
@@ -412,16 +393,11 @@ def _wrap_builtin(real: Any, source: Source | None) -> Value:
 def _wrap_container(state: CaptureState, real: Any, source: Source | None) -> Value | None:
     cls = type(real)
     if cls is slice:
-        names = ("start", "stop", "step")
-        parts = [None if source is None else AttributeSource(source, name) for name in names]
-        return SliceValue(
-            [state.wrap(getattr(real, name), part) for name, part in zip(names, parts, strict=True)]
-        )
+        return SliceValue(_attributes(state, real, source, "start", "stop", "step"))
     kinds = (list, dict, collections.OrderedDict, collections.defaultdict, collections.deque, set)
     if cls not in kinds and cls is not types.MappingProxyType:
         return None
-    if source is not None:
-        state.guards.type_is(source, cls)
+    state.guards.type_is(source, cls)
     if cls is types.MappingProxyType:
         return ReadOnlyView(_dictionary(real.items(), dict, source), source)
     return _container(state, real, cls, source)
@@ -435,8 +411,7 @@ def _container(state: CaptureState, real: Any, cls: type, source: Source | None)
         items = list(cls.__iter__(real))
         if type(real) is list and source is not None and state.sizes.history.has_grown(source, len(items)):
             return GrowingList(state, _lazy_items(items, source), source)
-        if source is not None:
-            state.guards.length(source, len(items))
+        state.guards.length(source, len(items))
         made: Any = ListValue(_lazy_items(items, source), source)
         if isinstance(real, collections.deque):
             made = DequeValue(_lazy_items(items, source), real.maxlen, source)
@@ -469,8 +444,7 @@ def _wrap_instance(state: CaptureState, real: Any, source: Source | None) -> Val
     base = content_base(cls)
     if base is None and not is_plain_layout(cls):
         return None
-    if source is not None:
-        state.guards.type_is(source, cls)
+    state.guards.type_is(source, cls)
     if base is None:
         return InstanceValue(cls, real, source)
     place = None if source is None else ContentSource(source, base)
@@ -481,8 +455,7 @@ def _wrap_instance(state: CaptureState, real: Any, source: Source | None) -> Val
         content: Value = ConstantValue(held)
     elif base is tuple:
         items = list(tuple.__iter__(real))
-        if place is not None:
-            state.guards.length(place, len(items))
+        state.guards.length(place, len(items))
         content = SequenceValue(_lazy_items(items, place), tuple, place)
     elif base is frozenset:
         content = _wrap_set(state, real, place)

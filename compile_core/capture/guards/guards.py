@@ -78,11 +78,15 @@ class GuardSet:
         if key not in self._guards:
             self._guards[key] = Guard(tuple(sources), condition, tuple(constants), text, kind, self._place())
 
-    def type_is(self, source: Source, cls: type) -> None:
-        self.add([source], "type({0}) is {c0}", [cls], f"type({source}) is {cls.__qualname__}", "type")
+    # What has no source belongs to a library, and is trusted to stay as it is.
 
-    def is_object(self, source: Source, value: Any) -> None:
-        self.add([source], "{0} is {c0}", [value], f"{source} is the same {_label(value)}", "identity")
+    def type_is(self, source: Source | None, cls: type) -> None:
+        if source is not None:
+            self.add([source], "type({0}) is {c0}", [cls], f"type({source}) is {cls.__qualname__}", "type")
+
+    def is_object(self, source: Source | None, value: Any) -> None:
+        if source is not None:
+            self.add([source], "{0} is {c0}", [value], f"{source} is the same {_label(value)}", "identity")
 
     def same(self, one: Source, other: Source) -> None:
         self.add([one, other], "{0} is {1}", [], f"{one} is {other}", "same")
@@ -98,11 +102,11 @@ class GuardSet:
         text = f"{changed[0]} and what else is changed are different objects, and no others of the call"
         self.add([*changed, *others], f"{{c0}}({shown})", [_all_distinct], text)
 
-    def length(self, source: Source, length: int) -> None:
+    def length(self, source: Source | None, length: int) -> None:
         text = f"len({source}) == {length}"
         if isinstance(source, ContentSource):
             self.add([source], "{c1}.__len__({0}) == {c0}", [length, source.cls], text)
-        else:
+        elif source is not None:
             self.add([source], "len({0}) == {c0}", [length], text, "length")
 
     def keys(self, source: Source, keys: tuple[Any, ...]) -> None:

@@ -86,8 +86,7 @@ class WeakReferenceValue(ReferenceValue):
 
     @classmethod
     def existing(cls, state: CaptureState, real: Any, source: Source | None) -> WeakReferenceValue:
-        if source is not None:
-            state.guards.type_is(source, type(real))
+        state.guards.type_is(source, type(real))
         return cls(real, source)
 
     def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:

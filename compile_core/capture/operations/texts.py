@@ -49,9 +49,7 @@ def representation(state: CaptureState, value: Value) -> Value:
         if value.content is not None and value.content.python_type() in _SHOWN_AS_BASE:
             return representation(state, value.content)
         raise state.unsupported("text", f"the text of {value.describe()} shows its address")
-    try:
-        value.as_constant()
-    except NotConstant:
+    if not _is_literal_text(value):
         return ConstantValue(_of_container(state, value, []))
     return fold(state, repr, [value], {})
 

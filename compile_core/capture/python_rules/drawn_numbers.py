@@ -77,8 +77,7 @@ class NumberGenerator(ReferenceValue):
 
     def __init__(self, state: CaptureState, real: Any, source: Source | None) -> None:
         super().__init__(real, source or state.reference_source(type(real).__name__, real))
-        if source is not None:
-            state.guards.type_is(source, type(real))
+        state.guards.type_is(source, type(real))
         self._calls: _Calls = []
         self._ahead = ConvertedSource(self.source, Reference("ahead", functools.partial(_Ahead, self._calls)))
 
@@ -159,8 +158,7 @@ def wrap_generator(state: CaptureState, real: Any, source: Source | None) -> Val
     if type(real) is torch.Generator:
         if not is_of_torch(real):
             return TensorGenerator(state, real, source or state.reference_source("generator", real))
-        if source is not None:
-            state.guards.is_object(source, real)
+        state.guards.is_object(source, real)
         return DefaultGenerator(real, source) if real is torch.default_generator else None
     if type(real) in _GENERATORS:
         return NumberGenerator(state, real, source)
