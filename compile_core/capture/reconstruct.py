@@ -286,8 +286,6 @@ class RunnerWriter(SourceWriter):
     def replay(self, effects: SideEffects) -> None:
         """Store the final state of everything that the captured call changed. Comes after all that is handed out."""
         self._changes += effects.changes()
-        for give, arguments in effects.messages:
-            self._effects.append(f"{self.constant(give)}({', '.join(map(self.emit, arguments))})")
         for value in effects.moved.values():
             self._effects.append(value.move(self))
         for container in effects.containers.values():
@@ -315,6 +313,9 @@ class RunnerWriter(SourceWriter):
             name = self.constant(cls)
             stored = "" if value is MISSING else f"setattr({name}, {attribute!r}, {self.emit(value)})"
             self._effects.append(stored or f"delattr({name}, {attribute!r})")
+        # A lock is let go of when all is stored.
+        for give, arguments in effects.messages:
+            self._effects.append(f"{self.constant(give)}({', '.join(map(self.emit, arguments))})")
         check_view_copies(self.state, [*self.outputs])
 
     def _replay_attribute(self, owner: InstanceValue | FunctionValue, attribute: str) -> None:

@@ -43,11 +43,17 @@ from gradsplit.compile_core.capture.operations.operator_rules import GETTERS, ex
 from gradsplit.compile_core.capture.python_rules.builtin_methods import method_of_builtin_type
 from gradsplit.compile_core.capture.python_rules.cached_functions import CachedFunctionValue
 from gradsplit.compile_core.capture.python_rules.context_variables import ContextVariable
-from gradsplit.compile_core.capture.python_rules.drawn_numbers import wrap_generator
+from gradsplit.compile_core.capture.python_rules.drawn_numbers import GENERATORS, wrap_generator
+from gradsplit.compile_core.capture.python_rules.locks import LOCKS, LockValue
 from gradsplit.compile_core.capture.torch_rules.torch_functions import find_torch_rule, tensor_function_rule
 from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, Value
 from gradsplit.compile_core.capture.values.call_rules import find_call_rule
-from gradsplit.compile_core.capture.values.constants import FOLDED_TYPES, ConstantValue, is_literal
+from gradsplit.compile_core.capture.values.constants import (
+    FOLDED_TYPES,
+    BuiltinMethod,
+    ConstantValue,
+    is_literal,
+)
 from gradsplit.compile_core.capture.values.containers import (
     ListValue,
     SequenceValue,
@@ -92,6 +98,9 @@ _BY_IDENTITY: dict[Any, Callable[[Any, Source | None], Value]] = {
     TYPE_FORMS: TypeFormValue,
     contextvars.ContextVar: ContextVariable,
 }
+
+# Objects whose methods are values of their own: the methods are made anew at each look-up.
+_OWNERS = (*GENERATORS, *LOCKS)
 
 
 def wrap(state: CaptureState, real: Any, source: Source | None) -> Value:
@@ -216,6 +225,13 @@ def _wrap_object(state: CaptureState, real: Any, source: Source | None) -> Value
     drawing = wrap_generator(state, real, source)
     if drawing is not None:
         return drawing
+    if type(real) in LOCKS:
+        state.guards.type_is(source, type(real))
+        return LockValue(real, source or state.reference_source("lock", real))
+    if isinstance(real, (types.MethodType, types.BuiltinFunctionType)) and type(real.__self__) in _OWNERS:
+        method = _wrap_owned(state, real, source)
+        if method is not None:
+            return method
     if isinstance(real, types.MethodType):
         state.guards.type_is(source, types.MethodType)
         return BoundMethodValue(*_attributes(state, real, source, "__func__", "__self__"), source=source)
@@ -321,10 +337,7 @@ def _wrap_function(state: CaptureState, real: types.FunctionType, source: Source
         cells.append(wrap_cell(state, cell, place))
     defaults = _wrap_defaults(state, real, owner)
     keyword_defaults = {
-        name: state.wrap(
-            value,
-            None if owner is None else ItemSource(AttributeSource(owner, "__kwdefaults__"), name),
-        )
+        name: state.wrap(value, owner and ItemSource(AttributeSource(owner, "__kwdefaults__"), name))
         for name, value in (real.__kwdefaults__ or {}).items()
     }
     return FunctionValue(
@@ -339,14 +352,11 @@ def _wrap_function(state: CaptureState, real: types.FunctionType, source: Source
 
 
 def _wrap_defaults(state: CaptureState, real: types.FunctionType, owner: Source | None) -> list[Any]:
-    place = None if owner is None else AttributeSource(owner, "__defaults__")
+    place = owner and AttributeSource(owner, "__defaults__")
     if real.__defaults__ is None:
         return []
     state.guards.length(place, len(real.__defaults__))
-    return [
-        LazyValue(value, None if place is None else ItemSource(place, index))
-        for index, value in enumerate(real.__defaults__)
-    ]
+    return _lazy_items(real.__defaults__, place)
 
 
 def is_empty_cell(cell: types.CellType) -> bool:
@@ -381,6 +391,20 @@ def wrap_cell(state: CaptureState, cell: types.CellType, source: Source | None) 
 def _attributes(state: CaptureState, real: Any, source: Source | None, *names: str) -> list[Value]:
     """The values of what an object consists of."""
     return [state.wrap(getattr(real, name), source and AttributeSource(source, name)) for name in names]
+
+
+def _wrap_owned(state: CaptureState, real: Any, source: Source | None) -> Value | None:
+    """A method of an object that answers for its own, as ``random.random`` is; None where the program replaced it."""
+    owner, name = real.__self__, real.__name__
+    function = getattr(real, "__func__", None)
+    if function not in (None, getattr(type(owner), name, None)):
+        return None
+    state.guards.type_is(source, type(real))
+    if source is not None and function is None:
+        state.guards.constant(AttributeSource(source, "__name__"), name)
+    elif source is not None:
+        state.guards.is_object(AttributeSource(source, "__func__"), function)
+    return BuiltinMethod(state.wrap(owner, source and AttributeSource(source, "__self__")), name)
 
 
 def _wrap_builtin(real: Any, source: Source | None) -> Value:

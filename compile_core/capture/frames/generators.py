@@ -10,11 +10,11 @@ from gradsplit.compile_core.capture.code_objects.python_versions import INTRINSI
 from gradsplit.compile_core.capture.frames.frame import Frame
 from gradsplit.compile_core.capture.object_model.exceptions import ExceptionValue, exception_to_raise
 from gradsplit.compile_core.capture.values.base import CaptureState, SymbolicRaise, Value
-from gradsplit.compile_core.capture.values.constants import BuiltinMethod, ConstantValue, is_none
+from gradsplit.compile_core.capture.values.constants import ConstantValue, MethodOwner, is_none
 from gradsplit.compile_core.capture.values.iterators import IteratorValue
 
 
-class GeneratorValue(IteratorValue):
+class GeneratorValue(MethodOwner, IteratorValue):
     """A generator that the captured program made."""
 
     cls = types.GeneratorType
@@ -77,19 +77,9 @@ class GeneratorValue(IteratorValue):
         return value
 
     def get_attribute(self, state: CaptureState, name: str) -> Value:
-        if name in self.methods:
-            return BuiltinMethod(self, name)
         if not hasattr(types.GeneratorType, name):
             raise state.raise_exception(AttributeError, f"'generator' object has no attribute {name!r}")
         return super().get_attribute(state, name)
-
-    def call_method(
-        self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
-    ) -> Value:
-        method = self.methods.get(name)
-        if method is None:
-            return super().call_method(state, name, args, kwargs)
-        return method(self, state, *args)
 
     def send(self, state: CaptureState, value: Value | None = None) -> Value:
         nothing = value is None or is_none(value)

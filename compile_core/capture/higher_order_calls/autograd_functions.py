@@ -8,7 +8,8 @@ guards in the traced program, and are refused too.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, ClassVar
 
 import torch
 from torch.autograd.function import FunctionCtx
@@ -20,7 +21,7 @@ from gradsplit.compile_core.capture.object_model.objects import InstanceValue
 from gradsplit.compile_core.capture.torch_rules.modes import grad_mode
 from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, Value
 from gradsplit.compile_core.capture.values.call_rules import call_rule
-from gradsplit.compile_core.capture.values.constants import BuiltinMethod, ConstantValue
+from gradsplit.compile_core.capture.values.constants import ConstantValue, MethodOwner
 from gradsplit.compile_core.capture.values.containers import SequenceValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue, without_attributes
 from gradsplit.compile_core.errors import Unsupported
@@ -113,7 +114,12 @@ def _gradient(graph: BodyGraph, context: FunctionContext, value: Value) -> Value
     return TensorValue(graph.add_placeholder("gradient", fake), fake, torch.Tensor)
 
 
-class FunctionContext(InstanceValue):
+def _tell(name: str, context: FunctionContext, state: CaptureState, *args: Value) -> Value:
+    context.told[name] = [*args]
+    return ConstantValue(None)
+
+
+class FunctionContext(MethodOwner, InstanceValue):
     """``ctx``: what forward leaves for backward."""
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
@@ -126,18 +132,12 @@ class FunctionContext(InstanceValue):
             return state.from_constant(self.needs_input_grad)
         if name == "saved_tensors":
             return SequenceValue(list(self.told.get("save_for_backward", ())), tuple)
-        if name in (
-            "save_for_backward",
-            "save_for_forward",
-            "mark_dirty",
-            "mark_non_differentiable",
-            "set_materialize_grads",
-        ):
-            return BuiltinMethod(self, name)
         return super().get_attribute(state, name)
 
-    def call_method(
-        self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
-    ) -> Value:
-        self.told[name] = args
-        return ConstantValue(None)
+    methods: ClassVar = {
+        name: functools.partial(_tell, name)
+        for name in [
+            *("save_for_backward", "save_for_forward", "mark_dirty"),
+            *("mark_non_differentiable", "set_materialize_grads"),
+        ]
+    }

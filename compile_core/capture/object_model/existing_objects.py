@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import types
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 from torch._ops import OpOverloadPacket
 from torch.backends import ContextProp
@@ -16,7 +16,7 @@ from gradsplit.compile_core.capture.object_model.instance_dict import MISSING
 from gradsplit.compile_core.capture.object_model.libraries import is_library_name, is_library_state
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.call_rules import CallRule, answer_to
-from gradsplit.compile_core.capture.values.constants import BuiltinMethod, is_none
+from gradsplit.compile_core.capture.values.constants import MethodOwner, is_none
 from gradsplit.compile_core.capture.values.references import ReferenceValue
 from gradsplit.compile_core.ir.sources import AttributeSource, CallSource, ItemSource, Source
 
@@ -134,7 +134,7 @@ def _make_reference(state: CaptureState, target: Value) -> Any:
     return state.wrap(found, state.reference_source("weak_reference", found))
 
 
-class CallableReferenceValue(ReferenceValue):
+class CallableReferenceValue(MethodOwner, ReferenceValue):
     """A callable with a rule of its own: built-in functions, tensor functions, special functions of
     libraries."""
 
@@ -158,20 +158,13 @@ class CallableReferenceValue(ReferenceValue):
     def get_attribute(self, state: CaptureState, name: str) -> Value:
         if name in ("__name__", "__qualname__", "__module__", "__doc__"):
             return state.from_constant(getattr(self.real, name))
-        if name == "__get__" and isinstance(self.real, types.FunctionType):
-            return BuiltinMethod(self, name)
         if isinstance(self.real, OpOverloadPacket) and name in self.real.overloads():
             return state.wrap(getattr(self.real, name), None)
         if isinstance(self.real, types.BuiltinFunctionType) and not hasattr(self.real, name):
             raise state.no_attribute(type(self.real), name)
         return super().get_attribute(state, name)
 
-    def call_method(
-        self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
-    ) -> Value:
-        if name == "__get__" and isinstance(self.real, types.FunctionType):
-            return bind_function(state, self, args, kwargs)
-        return super().call_method(state, name, args, kwargs)
+    methods: ClassVar = {"__get__": bind_function}
 
 
 _MISSING = object()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import types
-from typing import Any
+from typing import Any, ClassVar
 
 from gradsplit.compile_core.capture.directives import DISABLED_BECAUSE, is_disabled
 from gradsplit.compile_core.capture.object_model.instance_dict import MISSING, AttributeOwner
 from gradsplit.compile_core.capture.object_model.libraries import is_library_name
 from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, Value
-from gradsplit.compile_core.capture.values.constants import BuiltinMethod, ConstantValue, is_none
+from gradsplit.compile_core.capture.values.constants import ConstantValue, MethodOwner, is_none
 from gradsplit.compile_core.capture.values.containers import SequenceValue
 from gradsplit.compile_core.capture.values.mappings import DictValue
 from gradsplit.compile_core.ir.sources import AttributeSource, Source
@@ -40,7 +40,20 @@ class CellValue(Value):
         state.effects.cell_changed(self)
 
 
-class FunctionValue(AttributeOwner):
+def bind_function(function: Value, state: CaptureState, owner: Value, cls: Value | None = None) -> Value:
+    """``function.__get__(owner, cls=None)``."""
+    if not is_none(owner):
+        return BoundMethodValue(function, owner)
+    if cls is None or is_none(cls):
+        raise state.raise_exception(TypeError, "__get__(None, None) is invalid")
+    return function
+
+
+def _called(callee: Value, state: CaptureState, *args: Value, **kwargs: Value) -> Value:
+    return callee.call(state, [*args], kwargs)
+
+
+class FunctionValue(MethodOwner, AttributeOwner):
     """A Python function, existing or made in the frame."""
 
     cls = types.FunctionType
@@ -93,8 +106,6 @@ class FunctionValue(AttributeOwner):
             return state.from_constant(getattr(self.real or self.bare_function(), name))
         if name in ("__defaults__", "__kwdefaults__", "__closure__", "__annotations__"):
             return self._part(state, name)
-        if name in ("__call__", "__get__"):
-            return BuiltinMethod(self, name)
         if name == "__dict__":
             return self.instance_dict(state)
         if not hasattr(types.FunctionType, name):
@@ -139,14 +150,7 @@ class FunctionValue(AttributeOwner):
             raise state.unsupported("function-attribute", f"{name} of {self.describe()}")
         return ConstantValue(None)
 
-    def call_method(
-        self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
-    ) -> Value:
-        if name == "__call__":
-            return self.call(state, args, kwargs)
-        if name == "__get__":
-            return bind_function(state, self, args, kwargs)
-        return super().call_method(state, name, args, kwargs)
+    methods: ClassVar = {"__call__": _called, "__get__": bind_function}
 
     def set_attribute(self, state: CaptureState, name: str, value: Value) -> None:
         if name in ("__code__", "__defaults__", "__kwdefaults__", "__dict__", "__globals__", "__closure__"):
@@ -154,18 +158,7 @@ class FunctionValue(AttributeOwner):
         self.change(state, name, value)
 
 
-def bind_function(state: CaptureState, function: Value, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    """``function.__get__(owner, cls=None)``."""
-    if kwargs or len(args) not in (1, 2):
-        raise state.unsupported("call-form", f"__get__ of {function.describe()} with these arguments")
-    if not is_none(args[0]):
-        return BoundMethodValue(function, args[0])
-    if len(args) == 1 or is_none(args[1]):
-        raise state.raise_exception(TypeError, "__get__(None, None) is invalid")
-    return function
-
-
-class BoundMethodValue(Value):
+class BoundMethodValue(MethodOwner):
     """A function bound to its first argument."""
 
     cls = types.MethodType
@@ -186,15 +179,8 @@ class BoundMethodValue(Value):
             return self.owner
         if name == "__func__":
             return self.function
-        if name in ("__call__", "__get__"):
-            return BuiltinMethod(self, name)
-        if name == "__class__":
+        if name == "__class__" or name in self.methods:
             return super().get_attribute(state, name)
         return self.function.get_attribute(state, name)
 
-    def call_method(
-        self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
-    ) -> Value:
-        if name == "__call__":
-            return self.call(state, args, kwargs)
-        return self if name == "__get__" else super().call_method(state, name, args, kwargs)
+    methods: ClassVar = {"__call__": _called, "__get__": lambda self, state, *owner: self}

@@ -28,9 +28,9 @@ from gradsplit.compile_core.capture.python_rules.drawn_tensors import (
 from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, Value, constants_of
 from gradsplit.compile_core.capture.values.constants import BuiltinMethod, is_literal
 from gradsplit.compile_core.capture.values.references import ReferenceValue
-from gradsplit.compile_core.ir.sources import AttributeSource, ConvertedSource, ItemSource, Reference, Source
+from gradsplit.compile_core.ir.sources import ConvertedSource, ItemSource, Reference, Source
 
-_GENERATORS = (random.Random, np.random.Generator)
+GENERATORS = (random.Random, np.random.Generator)
 _MOST_DECISIONS = 3
 
 # The calls of methods of one generator: name and arguments.
@@ -154,25 +154,10 @@ def _decide(state: CaptureState, drawn: Source) -> None:
 
 
 def wrap_generator(state: CaptureState, real: Any, source: Source | None) -> Value | None:
-    """The value of an existing generator, or of a method of one, as ``random.random`` is; None for other objects."""
+    """The value of an existing generator; None for other objects."""
     if type(real) is torch.Generator:
         if not is_of_torch(real):
             return TensorGenerator(state, real, source or state.reference_source("generator", real))
         state.guards.is_object(source, real)
         return DefaultGenerator(real, source) if real is torch.default_generator else None
-    if type(real) in _GENERATORS:
-        return NumberGenerator(state, real, source)
-    if type(real) not in (types.MethodType, types.BuiltinFunctionType):
-        return None
-    owner, name = real.__self__, real.__name__
-    function = getattr(real, "__func__", None)
-    if type(owner) not in _GENERATORS or function not in (None, getattr(type(owner), name, None)):
-        return None
-    if source is None:
-        return BuiltinMethod(state.wrap(owner, None), name)
-    state.guards.type_is(source, type(real))
-    if function is None:
-        state.guards.constant(AttributeSource(source, "__name__"), name)
-    else:
-        state.guards.is_object(AttributeSource(source, "__func__"), function)
-    return BuiltinMethod(state.wrap(owner, AttributeSource(source, "__self__")), name)
+    return NumberGenerator(state, real, source) if type(real) in GENERATORS else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.amp.autocast_mode import autocast_decorator
@@ -14,31 +14,20 @@ from gradsplit.compile_core.capture.guards.source_writer import SourceWriter
 from gradsplit.compile_core.capture.torch_rules.global_state import autocast_state
 from gradsplit.compile_core.capture.values.base import CaptureState, Value, constants_of
 from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, answer_to, call_rule
-from gradsplit.compile_core.capture.values.constants import DEVICE_CONTEXT, BuiltinMethod, ConstantValue, fold
+from gradsplit.compile_core.capture.values.constants import DEVICE_CONTEXT, ConstantValue, MethodOwner, fold
 from gradsplit.compile_core.torch_facts.thread_state import enter_autocast, exit_autocast, set_grad_enabled
 from gradsplit.compile_core.torch_facts.torch_switches import SWITCHES
 
 
-class ModeValue(Value):
+class ModeValue(MethodOwner):
     """A context manager of torch."""
 
     cls: type
 
-    def get_attribute(self, state: CaptureState, name: str) -> Value:
-        if name in ("__enter__", "__exit__"):
-            return BuiltinMethod(self, name)
-        return super().get_attribute(state, name)
-
-    def call_method(
-        self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
-    ) -> Value:
-        if name == "__enter__":
-            self.enter(state)
-            return self
-        if name == "__exit__":
-            self.leave(state)
-            return ConstantValue(False)
-        return super().call_method(state, name, args, kwargs)
+    methods: ClassVar = {
+        "__enter__": lambda self, state: self.enter(state) or self,
+        "__exit__": lambda self, state, *raised: self.leave(state) or ConstantValue(False),
+    }
 
     def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         """As a decorator: a function whose calls run under the mode."""

@@ -9,7 +9,7 @@ import fractions
 import re
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -161,6 +161,27 @@ class BuiltinMethod(Value):
         if name == "__name__":
             return ConstantValue(self.name)
         return self.owner if name == "__self__" else super().get_attribute(state, name)
+
+
+class MethodOwner(Value):
+    """A value with a table of methods: functions of the value, the state and the arguments."""
+
+    methods: ClassVar[dict[str, Callable[..., Value]]] = {}
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        return BuiltinMethod(self, name) if name in self.methods else super().get_attribute(state, name)
+
+    def call_method(
+        self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
+    ) -> Value:
+        method = self.methods.get(name)
+        if method is None:
+            return super().call_method(state, name, args, kwargs)
+        try:
+            return method(self, state, *args, **kwargs)
+        except TypeError as error:
+            shown = f"{self.python_type().__name__}.{name}: {error}"
+            raise state.unsupported("method-form", shown) from error
 
 
 TUPLE_ITERATOR = type(iter(()))

@@ -5,15 +5,14 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 
 from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, Value
 from gradsplit.compile_core.capture.values.constants import (
-    BuiltinMethod,
     ConstantValue,
+    MethodOwner,
     SequenceIterator,
     fold,
     is_none,
@@ -22,19 +21,20 @@ from gradsplit.compile_core.capture.values.constants import (
 Item = Value | LazyValue
 
 
-# The text of a container is made of those of its items.
-_TEXTS = ("__repr__", "__str__")
 _SPECIAL = ("__getitem__", "__setitem__", "__delitem__", "__contains__", "__len__", "__iter__")
 
 
-class ContainerValue(Value):
+class ContainerValue(MethodOwner):
     """What the containers share.
 
     ``trusted`` marks an existing container without a source, which is read-only. ``owner`` is the instance of a
     user's subclass whose content the container is.
     """
 
-    methods: ClassVar[dict[str, Callable[..., Value]]] = {}
+    # The text of a container is made of those of its items.
+    methods: ClassVar = dict.fromkeys(
+        ("__repr__", "__str__"), lambda self, state: state.representation_of(self)
+    )
     cls: type
     trusted = False
     owner: Value | None = None
@@ -45,9 +45,7 @@ class ContainerValue(Value):
     def get_attribute(self, state: CaptureState, name: str) -> Value:
         if not hasattr(self.cls, name):
             raise state.no_attribute(self.cls, name)
-        if name in self.methods or name in _TEXTS:
-            return BuiltinMethod(self, name)
-        if name in _SPECIAL:
+        if name in _SPECIAL and name not in self.methods:
             of_type = state.wrap(getattr(self.cls, name), None)
             return state.wrap(functools.partial, None).call(state, [of_type, self], {})
         return super().get_attribute(state, name)
@@ -57,19 +55,6 @@ class ContainerValue(Value):
 
     def hash_key(self, state: CaptureState) -> Any:
         raise state.raise_exception(TypeError, f"unhashable type: {self.cls.__name__!r}")
-
-    def call_method(
-        self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
-    ) -> Value:
-        method = self.methods.get(name)
-        if method is None and name in _TEXTS and not args and not kwargs:
-            return state.representation_of(self)
-        if method is None:
-            return self.get_attribute(state, name).call(state, args, kwargs)
-        try:
-            return method(self, state, *args, **kwargs)
-        except TypeError as error:
-            raise state.unsupported("container-method", f"{self.cls.__name__}.{name}: {error}") from error
 
     def before_change(self, state: CaptureState) -> None:
         if self.trusted:
@@ -147,7 +132,7 @@ class SequenceValue(ContainerValue):
         fields = sequence_fields(self.cls)
         if name in fields:
             return self.get(state, fields.index(name))
-        if hasattr(self.cls, "_fields") and name not in self.methods:
+        if hasattr(self.cls, "_fields") and name not in self.methods.keys() - ContainerValue.methods:
             return state.class_attribute(self, name)
         return super().get_attribute(state, name)
 
@@ -169,7 +154,7 @@ class SequenceValue(ContainerValue):
             raise state.no_attribute(self.cls, "numel")
         return state.wrap(math.prod, None).call(state, [self], {})
 
-    methods: ClassVar = {
+    methods: ClassVar = ContainerValue.methods | {
         "index": index,
         "count": count,
         "numel": numel,

@@ -257,7 +257,7 @@ class DictValue(ContainerValue):
     def reverse_iterator(self, state: CaptureState) -> Value:
         return SequenceIterator(list(reversed(self.key_values(state))), type(reversed({})))
 
-    methods: ClassVar = {
+    methods: ClassVar = ContainerValue.methods | {
         "popitem": popitem,
         "move_to_end": move_to_end,
         "__reversed__": reverse_iterator,

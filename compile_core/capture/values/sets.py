@@ -162,7 +162,7 @@ class SetValue(ContainerValue):
         return super().call_method(state, name, args, kwargs)
 
     _tests: ClassVar = frozenset(["issubset", "issuperset", "isdisjoint"])
-    methods: ClassVar = {
+    methods: ClassVar = ContainerValue.methods | {
         "add": add,
         "discard": discard,
         "remove": remove,
