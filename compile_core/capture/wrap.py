@@ -99,6 +99,12 @@ _BY_IDENTITY: dict[Any, Callable[[Any, Source | None], Value]] = {
     contextvars.ContextVar: ContextVariable,
 }
 
+
+@functools.cache
+def _known_by_identity(cls: type) -> Callable[[Any, Source | None], Value] | None:
+    return next((make for kind, make in _BY_IDENTITY.items() if issubclass(cls, kind)), None)
+
+
 # Objects whose methods are values of their own: the methods are made anew at each look-up.
 _OWNERS = (*GENERATORS, *LOCKS)
 
@@ -128,9 +134,8 @@ def wrap(state: CaptureState, real: Any, source: Source | None) -> Value:
     found = state.known.get(id(real))
     if found is not None:
         value = found[1]
-        if source is not None and value.source is not None and source != value.source:
-            state.guards.same(value.source, source)
-        elif source is not None and value.source is None:
+        state.guards.same(value.source, source)
+        if value.source is None:
             state.guards.is_object(source, real)
         return value
     value = _wrap_object(state, real, source)
@@ -218,7 +223,7 @@ def _wrap_object(state: CaptureState, real: Any, source: Source | None) -> Value
         return ModuleValue(type(real), real, source)
     if isinstance(real, types.FunctionType):
         return _wrap_function(state, real, source)
-    make = next((make for kind, make in _BY_IDENTITY.items() if isinstance(real, kind)), None)
+    make = _known_by_identity(type(real))
     if make is not None:
         state.guards.is_object(source, real)
         return make(real, source)
@@ -228,10 +233,8 @@ def _wrap_object(state: CaptureState, real: Any, source: Source | None) -> Value
     if type(real) in LOCKS:
         state.guards.type_is(source, type(real))
         return LockValue(real, source or state.reference_source("lock", real))
-    if isinstance(real, (types.MethodType, types.BuiltinFunctionType)) and type(real.__self__) in _OWNERS:
-        method = _wrap_owned(state, real, source)
-        if method is not None:
-            return method
+    if isinstance(real, (types.MethodType, types.BuiltinFunctionType)) and _is_owned(real):
+        return _wrap_owned(state, real, source)
     if isinstance(real, types.MethodType):
         state.guards.type_is(source, types.MethodType)
         return BoundMethodValue(*_attributes(state, real, source, "__func__", "__self__"), source=source)
@@ -373,12 +376,10 @@ def wrap_cell(state: CaptureState, cell: types.CellType, source: Source | None) 
     if found is not None:
         value = found[1]
         assert isinstance(value, CellValue)
-        if source is not None and value.source is not None and source != value.source:
-            state.guards.same(value.source, source)
+        state.guards.same(value.source, source)
         return value
     try:
-        place = None if source is None else AttributeSource(source, "cell_contents")
-        content: Any = LazyValue(cell.cell_contents, place)
+        content: Any = LazyValue(cell.cell_contents, source and AttributeSource(source, "cell_contents"))
     except ValueError:
         content = None
         if source is not None:
@@ -393,18 +394,20 @@ def _attributes(state: CaptureState, real: Any, source: Source | None, *names: s
     return [state.wrap(getattr(real, name), source and AttributeSource(source, name)) for name in names]
 
 
-def _wrap_owned(state: CaptureState, real: Any, source: Source | None) -> Value | None:
-    """A method of an object that answers for its own, as ``random.random`` is; None where the program replaced it."""
-    owner, name = real.__self__, real.__name__
-    function = getattr(real, "__func__", None)
-    if function not in (None, getattr(type(owner), name, None)):
-        return None
+def _is_owned(real: Any) -> bool:
+    """Whether it is a method of an object that answers for its own, as ``random.random`` is."""
+    cls, function = type(real.__self__), getattr(real, "__func__", None)
+    return cls in _OWNERS and function in (None, getattr(cls, real.__name__, None))
+
+
+def _wrap_owned(state: CaptureState, real: Any, source: Source | None) -> Value:
+    name, function = real.__name__, getattr(real, "__func__", None)
     state.guards.type_is(source, type(real))
     if source is not None and function is None:
         state.guards.constant(AttributeSource(source, "__name__"), name)
     elif source is not None:
         state.guards.is_object(AttributeSource(source, "__func__"), function)
-    return BuiltinMethod(state.wrap(owner, source and AttributeSource(source, "__self__")), name)
+    return BuiltinMethod(state.wrap(real.__self__, source and AttributeSource(source, "__self__")), name)
 
 
 def _wrap_builtin(real: Any, source: Source | None) -> Value:

@@ -88,8 +88,9 @@ class GuardSet:
         if source is not None:
             self.add([source], "{0} is {c0}", [value], f"{source} is the same {_label(value)}", "identity")
 
-    def same(self, one: Source, other: Source) -> None:
-        self.add([one, other], "{0} is {1}", [], f"{one} is {other}", "same")
+    def same(self, one: Source | None, other: Source | None) -> None:
+        if one is not None and other is not None and one != other:
+            self.add([one, other], "{0} is {1}", [], f"{one} is {other}", "same")
 
     def distinct(self, one: Source, other: Source) -> None:
         self.add([one, other], "{0} is not {1}", [], f"{one} is not {other}", "distinct")

@@ -61,8 +61,7 @@ def wrap_opaque(state: CaptureState, real: Any, source: Source, reason: Unsuppor
     found = state.known.get(id(real))
     if found is not None:
         value = found[1]
-        if value.source is not None and value.source != source:
-            state.guards.same(value.source, source)
+        state.guards.same(value.source, source)
         return value
     value = OpaqueValue(real, source, reason)
     state.known[id(real)] = (real, value)
