@@ -73,7 +73,9 @@ def _prelude(is_nvidia: bool) -> Mapping[str, Any]:
     return {name: value for name, value in vars(module).items() if not name.startswith("__")}
 
 
-def compile_into(request: Mapping[str, Any], folder: Path, change_stages: Callable[..., None] | None) -> None:
+def compile_into(
+    request: Mapping[str, Any], folder: Path, change_stages: Callable[..., object] | None
+) -> None:
     """Compiles a kernel for a GPU that need not be there, and puts the result into a folder.
 
     Args:
