@@ -14,6 +14,7 @@ BENCH = Path(__file__).with_name("ddp_prediction.py")
 
 @pytest.mark.gpu
 @pytest.mark.multi_process
+@pytest.mark.xdist_group("ddp_prediction")  # timed: run by no other at once, and best in a call of their own
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each of two ranks")
 @pytest.mark.parametrize("sockets", [False, True])
