@@ -796,3 +796,46 @@ def test_a_class_made_in_the_function():
         return Local().scale(x), Local.__name__
 
     check_program(run, graphs=None)
+
+
+class DoubledProperty(property):
+    def __get__(self, instance, owner=None):
+        return self if instance is None else super().__get__(instance, owner) * 2
+
+    def __set__(self, instance, value):
+        super().__set__(instance, value * 3)
+
+
+class NegatedMethod(staticmethod):
+    def __get__(self, instance, owner=None):
+        function = super().__get__(instance, owner)
+        return lambda x: -function(x)
+
+
+class WithOwnDescriptors:
+    def __init__(self, rate):
+        self._rate = rate
+
+    @DoubledProperty
+    def rate(self):
+        return self._rate
+
+    @rate.setter
+    def rate(self, value):
+        self._rate = value
+
+    @NegatedMethod
+    def shifted(x):
+        return x + 1
+
+
+def test_descriptors_whose_classes_are_of_built_in_ones():
+    """What such a class does itself, and not what the one does that it is made of."""
+
+    def run(x):
+        owner = WithOwnDescriptors(2.0)
+        first = x * owner.rate
+        owner.rate = 5.0
+        return first, x * owner.rate, owner._rate, WithOwnDescriptors(1.0).shifted(x)
+
+    check_program(run, graphs=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from typing import Any
+from typing import Any, TypeGuard
 
 from gradsplit.compile_core.capture.code_objects.python_versions import NO_DICTIONARY
 from gradsplit.compile_core.capture.object_model.class_entries import (
@@ -29,6 +29,11 @@ from gradsplit.compile_core.ir.sources import AttributeSource, ItemSource, OwnDi
 _CACHES = frozenset({(functools.singledispatchmethod, "_method_cache")})
 
 
+def _acts_as(entry: Any, kind: type, method: str = "__get__") -> TypeGuard[Any]:
+    """Whether a descriptor is of a built-in kind, whose method its class has not replaced."""
+    return isinstance(entry, kind) and getattr(type(entry), method) is getattr(kind, method)
+
+
 def bind_class_entry(
     state: CaptureState, owner_value: Value, cls: type, owner: type, name: str, entry: Any
 ) -> Value:
@@ -38,13 +43,13 @@ def bind_class_entry(
     binds = isinstance(entry, (types.FunctionType, functools._lru_cache_wrapper))
     if binds or state.original_of(entry) is not entry:
         return BoundMethodValue(wrap_class_entry(state, cls, owner, name, entry), owner_value)
-    if isinstance(entry, property):
+    if _acts_as(entry, property):
         if entry.fget is None:
             raise state.raise_exception(AttributeError, f"property {name!r} has no getter")
         return state.wrap_trusted_function(entry.fget).call(state, [owner_value], {})
-    if isinstance(entry, staticmethod):
+    if _acts_as(entry, staticmethod):
         return state.wrap_trusted_function(entry.__func__)
-    if isinstance(entry, classmethod):
+    if _acts_as(entry, classmethod):
         function = state.wrap_trusted_function(entry.__func__)
         return BoundMethodValue(function, state.wrap(cls, None))
     if isinstance(
@@ -53,7 +58,7 @@ def bind_class_entry(
         if isinstance(entry, types.BuiltinFunctionType):
             return state.wrap(entry, None)
         return BoundMethodValue(state.wrap(entry, None), owner_value)
-    if isinstance(entry, functools.cached_property):
+    if _acts_as(entry, functools.cached_property):
         return _compute_once(state, owner_value, owner, name, entry)
     if hasattr(type(entry), "__get__"):
         args = [owner_value, state.wrap(cls, None)]
@@ -250,16 +255,12 @@ class InstanceValue(AttributeOwner):
         if name in ("__dict__", "__class__"):
             raise state.unsupported("attribute-store", f"a store to {name}")
         owner, entry = find_class_entry(state, self.cls, name)
-        if isinstance(entry, property):
+        if _acts_as(entry, property, "__set__"):
             if entry.fset is None:
                 raise self._no_accessor(state, name, "setter")
             state.wrap_trusted_function(entry.fset).call(state, [self, value], {})
             return
-        if (
-            owner is not None
-            and _is_data_descriptor(entry)
-            and not isinstance(entry, types.MemberDescriptorType)
-        ):
+        if owner and _is_data_descriptor(entry) and not isinstance(entry, types.MemberDescriptorType):
             if call_descriptor(state, owner, name, entry, "__set__", [self, value]) is not None:
                 return
             raise state.unsupported("descriptor", f"a store to the descriptor {self.cls.__qualname__}.{name}")
@@ -300,7 +301,7 @@ class InstanceValue(AttributeOwner):
     def remove(self, state: CaptureState, name: str) -> None:
         """What ``object.__delattr__`` does."""
         owner, entry = find_class_entry(state, self.cls, name)
-        if isinstance(entry, property):
+        if _acts_as(entry, property, "__delete__"):
             if entry.fdel is None:
                 raise self._no_accessor(state, name, "deleter")
             state.wrap_trusted_function(entry.fdel).call(state, [self], {})
