@@ -71,8 +71,8 @@ def avg_pool2d(
     """
     kernel = _tile(self, kernel_size, stride, padding)
     if kernel is None:
-        windows = _windows(self, kernel_size, stride, padding, (1,))
-        if windows is None or tiles_only or ceil_mode or not _has_known_plane(self):
+        windows = None if tiles_only or ceil_mode else _known_windows(self, kernel_size, stride, padding)
+        if windows is None:
             return NotImplemented
         sums = pooling.WINDOW_SUMS(self, *windows)
         return (sums / _counts(self, windows, count_include_pad, divisor_override)).to(self.dtype)
@@ -100,8 +100,8 @@ def avg_pool2d_backward(
     """The same of its gradient, without tiles for windows at every place: each element's is a sum over its windows."""
     kernel = _tile(self, kernel_size, stride, padding)
     if kernel is None:
-        windows = _windows(self, kernel_size, stride, padding, (1,))
-        if windows is None or tiles_only or ceil_mode or not _has_known_plane(self) or windows[1] != [1, 1]:
+        windows = None if tiles_only or ceil_mode else _known_windows(self, kernel_size, stride, padding)
+        if windows is None or windows[1] != [1, 1]:
             return NotImplemented
         share = grad_output.to(compute_dtype(grad_output.dtype))
         share = share / _counts(self, windows, count_include_pad, divisor_override)
@@ -114,8 +114,12 @@ def avg_pool2d_backward(
     return tiles.reshape(self.shape)
 
 
-def _has_known_plane(x: Tensor) -> bool:
-    return all(isinstance(size, int) for size in x.shape[-2:])
+def _known_windows(
+    x: Tensor, kernel_size: Sequence[int], stride: Sequence[int], padding: Sequence[int]
+) -> _Windows | None:
+    """Any windows of a plane whose sides are known."""
+    is_known = all(isinstance(size, int) for size in x.shape[-2:])
+    return _windows(x, kernel_size, stride, padding, (1,)) if is_known else None
 
 
 def _counts(x: Tensor, windows: _Windows, with_padding: bool, divisor: int | None) -> Any:

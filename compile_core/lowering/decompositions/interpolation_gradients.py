@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -19,14 +20,15 @@ from gradsplit.compile_core.ir.tensor_spec import compute_dtype
 aten = torch.ops.aten
 
 
-def _gradient(
+def _backward(
     grad_output: Tensor,
     output_size: Sequence[int],
     input_size: Sequence[int],
     align_corners: bool,
-    scales: Sequence[float | None],
+    *scales: float | None,
 ) -> Any:
-    sides = list(zip(input_size[2:], output_size, scales, strict=True))
+    """Decomposition for an input of ``input_size``, ``[N, C, *sides]``, by scales if any; declines open sizes."""
+    sides = list(zip_longest(input_size[2:], output_size, scales))
     if not grad_output.dtype.is_floating_point or not all(
         isinstance(size, int) and size > 0 for side in sides for size in side[:2]
     ):
@@ -69,23 +71,8 @@ def _along(grad: Tensor, axis: int, elements: int, step: float, align_corners: b
     return torch.where(contributes, seen * (1 - distance).reshape(shape), 0.0).sum(axis + 1)
 
 
-def _of_axes(count: int) -> Callable[..., Any]:
-    def backward(
-        grad_output: Tensor,
-        output_size: Sequence[int],
-        input_size: Sequence[int],
-        align_corners: bool,
-        *scales: float | None,
-    ) -> Any:
-        return _gradient(
-            grad_output, output_size, input_size, align_corners, [*scales, *[None] * (count - len(scales))]
-        )
-
-    return backward
-
-
 INTERPOLATION_GRADIENTS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
-    aten.upsample_linear1d_backward.default: _of_axes(1),
-    aten.upsample_bilinear2d_backward.default: _of_axes(2),
-    aten.upsample_trilinear3d_backward.default: _of_axes(3),
+    aten.upsample_linear1d_backward.default: _backward,
+    aten.upsample_bilinear2d_backward.default: _backward,
+    aten.upsample_trilinear3d_backward.default: _backward,
 }

@@ -318,13 +318,8 @@ def _reads_windows(nest: LoopNest) -> bool:
             access = statement.access
             found.setdefault((access.buffer, access.strides), []).append(access.offset)
     return any(
-        sum(
-            0 < offset - min(offsets) < step * extent and (offset - min(offsets)) % step == 0
-            for offset in offsets
-        )
-        > 1
+        sum(offset - min(offsets) in range(step, step * extent, step) for offset in offsets) > 1
         for (_, strides), offsets in found.items()
-        if len(offsets) > 2
         for step, extent in zip(strides, nest.extents, strict=True)
         if step > 0
     )

@@ -98,8 +98,13 @@ def _is_light_and_reads_columns(nest: LoopNest) -> bool:
     take twice as many elements took a quarter less time, but where a body is long, as a pooling's, a quarter more."""
     if len(nest.extents) < 2 or len(nest.body) > _LIGHT_BODY:
         return False
+    return _column_loads(nest, len(nest.extents) - 1) > 1
+
+
+def _column_loads(nest: LoopNest, rows: int) -> int:
+    """How many loads are of numbers that each column has: they vary along the axes from ``rows`` on alone."""
     loads = [s.access.strides for s in nest.body if isinstance(s, Load)]
-    return sum(strides[-1] != 0 and not any(strides[:-1]) for strides in loads) > 1
+    return sum(any(strides[rows:]) and not any(strides[:rows]) for strides in loads)
 
 
 def _has_odd_rows(nest: LoopNest) -> bool:
@@ -171,9 +176,8 @@ def _has_light_rows(nest: LoopNest) -> bool:
     parallel = parallel_axes(nest)
     if prod(nest.extents[parallel:]) < _SHORT_ROW:
         return False
-    loads = [s.access.strides for s in nest.body if isinstance(s, Load)]
-    reads_columns = any(any(strides[parallel:]) and not any(strides[:parallel]) for strides in loads)
-    return reads_columns or (_live_values(nest) <= 3 and len(nest.body) <= _LIGHT_BODY // 2)
+    holds_little = _live_values(nest) <= 3 and len(nest.body) <= _LIGHT_BODY // 2
+    return holds_little or _column_loads(nest, parallel) > 0
 
 
 def _may_load_ahead(nest: LoopNest) -> bool:

@@ -72,17 +72,13 @@ class AssembledTogether:
         """Writes the machine code into the folders, and returns for which of them that failed."""
         failed: dict[Path, Exception] = {}
         for group in self._groups():
-            try:
-                texts = [kernel.text for kernel in group]
-                code = group[0].assemble(joined(texts) if len(texts) > 1 else texts[0], group[0].metadata)
-                for kernel in group:
-                    kernel.keep(code)
-            except Exception:
-                for kernel in group:
-                    try:
-                        kernel.keep(kernel.assemble(kernel.text, kernel.metadata))
-                    except Exception as error:
-                        failed[kernel.folder] = error
+            if len(group) > 1 and _is_kept_joined(group):
+                continue
+            for kernel in group:
+                try:
+                    kernel.keep(kernel.assemble(kernel.text, kernel.metadata))
+                except Exception as error:
+                    failed[kernel.folder] = error
         return failed
 
     def _groups(self) -> list[list[_Waiting]]:
@@ -98,6 +94,18 @@ class AssembledTogether:
             of_a_name[named] = of_a_name.get(named, -1) + 1
             groups.setdefault((kernel.options, of_a_name[named]), []).append(kernel)
         return [*groups.values(), *([kernel] for kernel in alone)]
+
+
+def _is_kept_joined(group: Sequence[_Waiting]) -> bool:
+    """Writes the machine code of all, made at once; false if it cannot be made so."""
+    first = group[0]
+    try:
+        code = first.assemble(joined([kernel.text for kernel in group]), first.metadata)
+    except Exception:
+        return False  # that of each tells which is at fault
+    for kernel in group:
+        kernel.keep(code)
+    return True
 
 
 def joined(texts: Sequence[str]) -> str:
