@@ -47,6 +47,16 @@ def is_random(node: Node) -> bool:
     return is_random_call(node.target, node.args, node.kwargs)
 
 
+def draws_in_memory_order(node: Node) -> bool:
+    """Whether torch gives random numbers to the node's elements as these lie in memory: a GPU's kernels by the order of
+    the strides, and several to a thread where there are no gaps and the first is aligned. Attention goes by an
+    element's index, and what has sizes alone by the order of dims."""
+    if not is_random(node) or not node.all_input_nodes:
+        return False
+    assert isinstance(node.target, torch._ops.OpOverload)
+    return all(argument.name != "dropout_p" for argument in node.target._schema.arguments)
+
+
 def is_random_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """``is_random`` of a call of an operator."""
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:

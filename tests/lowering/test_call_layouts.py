@@ -145,6 +145,48 @@ def test_random_numbers_are_drawn_in_the_order_of_eagers_memory(program: Any) ->
     torch.testing.assert_close(both[1], both[0], check_stride=True)
 
 
+_PLACES: list[Any] = []
+
+
+@torch.library.custom_op(
+    "tests_call_layouts::drawn", mutates_args=(), tags=[torch.Tag.nondeterministic_seeded]
+)
+def drawn(x: torch.Tensor) -> torch.Tensor:
+    """Notes where it finds its elements."""
+    _PLACES.append((x.stride(), x.storage_offset()))
+    return x.clone()
+
+
+@drawn.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda x: x[:, 0],
+        lambda x: x[1:],
+        lambda x: x[:, 1:, ::2],
+        lambda x: x.mT[0],
+        lambda x: x[:1].expand(4, 5, 6),
+        lambda x: x.flatten(0, 1)[1:],
+        lambda x: x.chunk(2, -1)[1],
+    ],
+)
+def test_random_operators_find_parts_where_eagers_lie(part: Any) -> None:
+    """Kernels of GPUs draw several numbers a thread for a whole and aligned tensor, and one for another."""
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return drawn(part((x * 2).relu())) * 2
+
+    x = torch.randn(4, 5, 6)
+    _PLACES.clear()
+    expected, found = program(x), gradsplit.compile(program, fullgraph=True)(x)
+    torch.testing.assert_close(found, expected)
+    assert len(_PLACES) == 2 and _PLACES[0] == _PLACES[1]
+
+
 def of_images(x: torch.Tensor) -> list[torch.Tensor]:
     target = torch.zeros(2, 5, 5, dtype=torch.long)
     pooled, places = F.max_pool2d(x[..., :4, :4], 2, return_indices=True)

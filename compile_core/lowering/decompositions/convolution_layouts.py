@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from gradsplit.compile_core.ir.kept_calls import KeptCall
 from gradsplit.compile_core.ir.tensor_spec import HALF_FLOATS
-from gradsplit.compile_core.torch_facts.dispatcher import is_random
+from gradsplit.compile_core.torch_facts.dispatcher import draws_in_memory_order
 
 aten = torch.ops.aten
 
@@ -77,10 +77,7 @@ def _reads_memory_order(node: torch.fx.Node, draws_own_numbers: bool) -> bool:
         return False
     if target.namespace not in _KNOWN_NAMESPACES or target.overloadpacket in _READERS_OF_MEMORY:
         return True
-    names = {argument.name for argument in target._schema.arguments}
-    if not is_random(node) or "dropout_p" in names or not node.all_input_nodes:
-        return False  # attention draws by an element's index, and what has sizes alone in the order of dims
-    return not draws_own_numbers or node.kwargs.get("generator") is not None
+    return draws_in_memory_order(node) and (not draws_own_numbers or node.kwargs.get("generator") is not None)
 
 
 def convolution(input: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Any:

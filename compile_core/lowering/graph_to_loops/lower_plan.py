@@ -31,7 +31,7 @@ from gradsplit.compile_core.lowering.graph_to_loops.reduction_rules import is_re
 from gradsplit.compile_core.lowering.graph_to_loops.scalar_rules import is_pointwise
 from gradsplit.compile_core.lowering.graph_to_loops.view_rules import SPLITTING_VIEWS, VIEWS, restride
 from gradsplit.compile_core.lowering.nests.body_builder import is_loop_dtype
-from gradsplit.compile_core.torch_facts.dispatcher import is_random
+from gradsplit.compile_core.torch_facts.dispatcher import draws_in_memory_order, is_random
 
 aten = torch.ops.aten
 
@@ -55,7 +55,7 @@ class GraphPlan:
         absorbed: the multiplications and conversions that those took over; they are the identity now.
         viewed: how many elements of a node its views in memory cover.
         bare: ``addmm`` nodes that become a product, whose bias the next loop body adds.
-        laid_out: nodes whose rows lie as far apart as in the graph.
+        laid_out: nodes whose elements lie as in the graph, as far apart and at the same place of what they view.
     """
 
     alive: set[torch.fx.Node] = field(default_factory=set)
@@ -237,7 +237,7 @@ def _note_uses(user: torch.fx.Node, plan: GraphPlan) -> None:
         return
     inlined = kind in (INLINE, RE_INDEX) and user not in plan.in_memory
     readers = plan.readers.get(user, set()) if inlined else {user}
-    if user.target in READ_ALIGNED_ROWS:
+    if user.target in READ_ALIGNED_ROWS or draws_in_memory_order(user):
         plan.laid_out.update(user.all_input_nodes)
     for argument in user.all_input_nodes:
         plan.add_readers(argument, readers)
@@ -251,10 +251,11 @@ def _note_uses(user: torch.fx.Node, plan: GraphPlan) -> None:
         elif kind == RE_INDEX and user in plan.in_memory:
             # views that lie in memory force their base there once they cover it together
             plan.viewed[argument] = plan.viewed.get(argument, 0) + numel_of(user)
-            has_gaps = user in plan.laid_out and _has_gaps(user.meta["val"])
-            if has_gaps:
+            is_part = numel_of(user) < numel_of(argument) or _has_gaps(user.meta["val"])
+            if user in plan.laid_out and is_part:
                 plan.laid_out.add(argument)
-            if has_gaps or plan.viewed[argument] >= numel_of(argument):
+                plan.in_memory.add(argument)
+            elif plan.viewed[argument] >= numel_of(argument):
                 plan.in_memory.add(argument)
 
 
