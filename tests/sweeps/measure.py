@@ -6,7 +6,8 @@ are compared where the numbers are the plain program's. Of a model that draws, o
 
 How far a value may be from the plain program's (``Bounds``) is what rounding does to it: the plain program's own
 distance from the same in float64, with the same numbers drawn, and how far it moves when each weight is rounded up or
-down by the unit of the arithmetic.
+down by the unit of the arithmetic. A model whose values are further away is compiled once more in float64, beside the
+plain program in float64, where rounding explains nothing.
 """
 
 from __future__ import annotations
@@ -85,6 +86,8 @@ class Result:
             where it was not compared.
         excess_while_compiled: the same, where it is above 1, from what the plain program computes if it is told that it
             is compiled: some models choose another attention then.
+        distance_in_float64: the greatest distance, of largest values, if all is computed in float64 on both sides;
+            None where the values are within bounds, or the model does not run so.
         worst: what that is, and by how much of its largest value it differs.
         stage: what was being done.
     """
@@ -101,6 +104,7 @@ class Result:
     width: float = 0.0
     excess: float | None = None
     excess_while_compiled: float | None = None
+    distance_in_float64: float | None = None
     worst: str = ""
     stage: str = "made"
 
@@ -179,6 +183,8 @@ def measure(case: Case, compiler: str, setting: Setting, tell: Callable[[Result]
             if other is not None:
                 bounds = replace(bounds, expected=other)
                 result.excess_while_compiled = max(bounds.excess(values)[0] for values in found)
+        if min(result.excess, result.excess_while_compiled or math.inf) > 1:
+            result.distance_in_float64 = distance_in_float64(compile, model, inputs, setting)
     except Exception as error:
         result.error = _in_words(error)
     tell(result)
@@ -309,6 +315,34 @@ def _as_while_compiled(model: nn.Module, inputs: Any, setting: Setting) -> Value
         return None
 
 
+def distance_in_float64(compile: Compile, model: nn.Module, inputs: Any, setting: Setting) -> float | None:
+    """How far results and gradients are from the plain program's, both in float64, of what is largest in each and at
+    least a millionth of the largest gradient; None where a side raises. Some kernels of torch's round constants or
+    norms to float32, which is some 1e-7."""
+    exact = replace(setting, autocast=False)
+    try:
+        model, inputs = copy.deepcopy(model).double(), _in_float64(inputs)
+        module = copy.deepcopy(model)
+        expected = _run(module, inputs, exact, module)
+        module = copy.deepcopy(model)
+        found = _run(compile(module, exact, Result("", OURS), True), inputs, exact, module)
+    except Exception:
+        return None
+    if set(found) != set(expected):
+        return math.inf
+    names = [name for name in expected if not name.startswith("buffer")]
+    least = (
+        1e-6 * max((_largest(expected[name]) for name in names if "gradient" in name), default=0.0) + 1e-30
+    )
+    return max(
+        _distance(expected[name], found[name]) / max(_largest(expected[name]), least) for name in names
+    )
+
+
+def _in_float64(inputs: Any) -> Any:
+    return tree_map_only(Tensor, lambda value: value.double() if value.is_floating_point() else value, inputs)
+
+
 def _shaken(model: nn.Module, unit: float) -> Iterator[nn.Module]:
     """The model itself, and twice with every weight rounded at random."""
     for size in (0.0, unit, unit):
@@ -349,9 +383,7 @@ def _beside_float64(model: nn.Module, inputs: Any, setting: Setting) -> tuple[Va
     """Results of a run and of the same in float64; None where the program has no such run. Attention is computed by
     separate operators, whose draws can be seen."""
     exact = Setting(setting.training, False, setting.device, None)
-    given = tree_map_only(
-        Tensor, lambda value: value.double() if value.is_floating_point() else value, inputs
-    )
+    given = _in_float64(inputs)
     module, exact_module = copy.deepcopy(model), copy.deepcopy(model).double()
     try:
         with sdpa_kernel(SDPBackend.MATH):

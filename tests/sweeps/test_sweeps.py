@@ -12,7 +12,7 @@ import torch._inductor.config as inductor_config
 from torch import nn
 
 from tests.sweeps.cases import Case, in_order
-from tests.sweeps.measure import OURS, TORCHS, Bounds, Result, Setting, measure
+from tests.sweeps.measure import OURS, TORCHS, Bounds, Result, Setting, distance_in_float64, measure
 from tests.sweeps.report import report
 from tests.sweeps.workers import Resources, least_used, run_all
 
@@ -116,6 +116,18 @@ def test_a_model_that_asks_whether_it_is_compiled():
     assert told[-1].excess is not None and told[-1].excess > 1 and told[-1].excess_while_compiled == 0
 
 
+@pytest.mark.parametrize(
+    ("factor", "least", "most"), [(1.0, 0.0, 0.0), (1 + 1e-6, 1e-7, 1e-5), (2.0, 0.9, 1.1)]
+)
+def test_float64_tells_rounding_from_other_programs(factor, least, most):
+    def compile(module, setting, result, draws_as_plain):
+        assert draws_as_plain and not setting.autocast
+        return lambda input: module(input) * factor
+
+    distance = distance_in_float64(compile, nn.Linear(4, 4), {"input": torch.randn(3, 4)}, ON_CPU)
+    assert distance is not None and least <= distance <= most
+
+
 def test_what_is_too_far_is_reported():
     bounds = Bounds({"a": torch.tensor([1.0, 2.0])}, {"a": 0.01}, True)
     assert bounds.excess({"a": torch.tensor([1.0, 2.005])})[0] == pytest.approx(0.5, rel=1e-3)
@@ -126,11 +138,13 @@ def test_what_is_too_far_is_reported():
     ours.breaks = {"log: a graph runs with torch's own kernels: why": 1}
     torchs = Result("made/one", TORCHS, graphs=1, seconds=2.0)
     as_told = Result("made/told", OURS, graphs=1, excess=2.0, excess_while_compiled=0.0)
-    text = report([asdict(as_told), asdict(ours), asdict(torchs)])
+    rounded = Result("made/rounded", OURS, graphs=1, excess=3.0, distance_in_float64=1e-12)
+    text = report([asdict(as_told), asdict(ours), asdict(torchs), asdict(rounded)])
     for line in (
         "more graphs than torch.compile: 1",
         "further from plain PyTorch than the bound: 1",
-        "values within bounds: 1 of 2 that were compared, 0 of them with float64",
+        "further from plain PyTorch than the bound, and the same in float64: 1",
+        "values within bounds: 1 of 3 that were compared, 0 of them with float64",
         "with torch's own kernels, or calls made again: 1",
         "  made/one: 3.0 against 2.0",
     ):
