@@ -49,6 +49,7 @@ from gradsplit.compile_core.autograd.tracing.custom_operators import (
     functional_custom_operators,
 )
 from gradsplit.compile_core.autograd.tracing.data_symbols import DataSymbols, has_data_sizes
+from gradsplit.compile_core.autograd.tracing.kept_backwards import keep_backwards
 from gradsplit.compile_core.autograd.tracing.kept_calls import KeptCalls, kept_calls
 from gradsplit.compile_core.autograd.tracing.number_recorder import NumberOperations, reads_numbers
 from gradsplit.compile_core.autograd.tracing.open_sizes import OpenSizes
@@ -159,6 +160,7 @@ def _trace(
             wanted = [primals[position] for position in convention.gradient_inputs]
             reached = reaching_roots(roots)
             join_arrivals(reached, seeds, with_none, recorder)
+            keep_backwards(reached, calls, fake_mode)
             with without_autocast(), marked_as_backward():
                 gradients = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
             if any(gradient is None for gradient in gradients):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import Function
 from torch.autograd.graph import GradientEdge
 from torch.autograd.variable import Variable
 
@@ -75,6 +76,26 @@ def is_made_with_gradients(view: torch.Tensor) -> bool:
 def number_of_node(node: Any) -> int:
     """Which of the nodes that its thread has made it is; see ``numbers_given``."""
     return getattr(node, "_sequence_nr", int)()
+
+
+def run_instead_of_backward(node: Any, run: Callable[..., Any]) -> None:
+    """Has the engine call ``run(backward, context, *gradients)`` for a node whose backward is in Python."""
+    function = getattr(node, "_forward_cls", None)
+    if function is not None and not getattr(function, "boxed_grads_call", False):
+        node._forward_cls = _InsteadOfFunction(function, run)
+
+
+class _InsteadOfFunction:
+    """Stands where a node has its ``autograd.Function``. It takes itself away when the backward runs."""
+
+    def __init__(self, function: Any, run: Callable[..., Any]) -> None:
+        self._backward = function.backward if function.vjp is Function.vjp else function.vjp
+        self._run = run
+        self.vjp = Function.vjp
+
+    def backward(self, context: Any, *gradients: Any) -> Any:
+        del context._forward_cls
+        return self._run(self._backward, context, *gradients)
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
