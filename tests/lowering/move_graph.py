@@ -14,6 +14,14 @@ GPU = torch.device("cuda", 0)
 
 def on_gpu(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """Changes a recorded graph of CPU tensors into one of GPU tensors, and returns it."""
+    for node in module.graph.nodes:
+        moved_to_gpu(node)
+    module.recompile()
+    return module
+
+
+def moved_to_gpu(node: torch.fx.Node) -> None:
+    """Has a node say that its result is on a GPU."""
 
     def moved(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -21,10 +29,7 @@ def on_gpu(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=GPU)
 
     with FakeTensorMode():
-        for node in module.graph.nodes:
-            if "val" in node.meta:
-                node.meta["val"] = tree_map(moved, node.meta["val"])
-            if "device" in node.kwargs:
-                node.kwargs = {**node.kwargs, "device": GPU}
-    module.recompile()
-    return module
+        if "val" in node.meta:
+            node.meta["val"] = tree_map(moved, node.meta["val"])
+    if "device" in node.kwargs:
+        node.kwargs = {**node.kwargs, "device": GPU}

@@ -180,8 +180,10 @@ class _Fusion:
         ):
             other = self.step_at.get(place, number)
             sibling = self.steps[other]
-            close = self._span(number, other) <= _SIBLING_REACH
-            if close and other != number and isinstance(sibling, LoopNest) and _alike(step, sibling):
+            close = other != number and self._span(number, other) <= _SIBLING_REACH
+            if not close or not isinstance(sibling, LoopNest) or not _alike(step, sibling):
+                continue
+            if self._device(step) == self._device(sibling):
                 saved.setdefault(other, 0)
         for other, size in saved.items():
             first, second = self._in_order(number, other)
@@ -238,7 +240,7 @@ class _Fusion:
             joined = self._without_unread(self._joined_nest(earlier, later), {first, second})
             if joined.reduced_axes and (_reads_windows(earlier) or _reads_windows(later)):
                 raise NoMatchError("each walk over a row would read its windows anew")
-            if not shares_points(joined) and self._is_on_cpu(joined):
+            if not shares_points(joined) and self._device(joined).type == "cpu":
                 raise NoMatchError("threads share it neither by its points nor by where it adds")
         except (NoMatchError, OtherPointsError) as reason:
             size = self._shared_bytes(earlier, later)
@@ -306,8 +308,8 @@ class _Fusion:
             joined, {name for name in writes(joined) - needed if not self.readers.get(name, set()) - parts}
         )
 
-    def _is_on_cpu(self, nest: LoopNest) -> bool:
-        return all(self.program.buffers[name].device.type == "cpu" for name in writes(nest))
+    def _device(self, nest: LoopNest) -> torch.device:
+        return self.program.buffers[next(iter(writes(nest)))].device
 
 
 def _reads_windows(nest: LoopNest) -> bool:

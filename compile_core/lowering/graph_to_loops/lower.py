@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from gradsplit.compile_core.ir.loops import LoopProgram, View
 from gradsplit.compile_core.ir.scatters import combines_at_indices
 from gradsplit.compile_core.ir.schedule import Compute
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec, compute_dtype
-from gradsplit.compile_core.lowering.graph_to_loops.index_rules import INDEX_RULES
+from gradsplit.compile_core.lowering.graph_to_loops.index_rules import INDEX_RULES, SHAPE_READERS
 from gradsplit.compile_core.lowering.graph_to_loops.lower_builder import (
     ProgramBuilder,
     pointwise,
@@ -44,7 +45,7 @@ from gradsplit.compile_core.lowering.graph_to_loops.lower_plan import (
     plan_graph,
 )
 from gradsplit.compile_core.lowering.graph_to_loops.lower_pooling import POOLING, lower_pooling
-from gradsplit.compile_core.lowering.graph_to_loops.lower_values import Argument, Cost, Emitter, LazyTensor
+from gradsplit.compile_core.lowering.graph_to_loops.lower_values import Cost, Emitter, LazyTensor
 from gradsplit.compile_core.lowering.graph_to_loops.reduction_rules import (
     has_positions,
     is_reduction,
@@ -120,6 +121,7 @@ class _Lowering:
         self.compute = compute
         self.builder = builder or ProgramBuilder()
         self.values: dict[torch.fx.Node, Any] = {}
+        self.elsewhere: dict[tuple[torch.fx.Node, torch.device], LazyTensor] = {}
         self.plan = GraphPlan()
         self.destination_buffers: dict[str, str] = {}
         self.input_places: dict[torch.fx.Node, View] = {}
@@ -247,6 +249,8 @@ class _Lowering:
         if node.target in SPLITTING_VIEWS:
             return self._split(node, args, kwargs)
         if self.plan.use_kind(node) != MEMORY:
+            if node.target not in SHAPE_READERS:
+                args, kwargs = map_arg((node.args, node.kwargs), lambda source: self._here(source, node))
             if isinstance(node.target, torch._ops.OpOverload) and node.target in INDEX_RULES:
                 result = INDEX_RULES[node.target](args, kwargs, fake, node.name)
                 if result is not None:
@@ -283,15 +287,19 @@ class _Lowering:
         return self.builder.in_memory(view, view.stride, node.name)
 
     def _view(self, node: torch.fx.Node, args: Any, kwargs: Any) -> LazyTensor:
+        if node.target is aten.as_strided.default:
+            # Its strides speak of eager's memory: of all that its argument is a view of.
+            self.builder.realise(args[0].root)
+            self.builder.realise(args[0])
+        return self._settle(node, self._viewed(node, args, kwargs), view=True)
+
+    def _viewed(self, node: torch.fx.Node, args: Any, kwargs: Any) -> LazyTensor:
         base, target = args[0], node.target
         assert isinstance(target, torch._ops.OpOverload)
         fake = node.meta["val"]
         operation: Callable[..., torch.Tensor] = target
         settings = args[1:]
         if target is aten.as_strided.default:
-            # Its strides speak of eager's memory: of all that its argument is a view of.
-            self.builder.realise(base.root)
-            self.builder.realise(base)
             operation = _striding_from(node.all_input_nodes[0].meta["val"].storage_offset())
         elif target in (aten.view.default, aten._unsafe_view.default):
             operation, settings = aten.view.default, (tuple(fake.shape),)
@@ -300,7 +308,7 @@ class _Lowering:
             return operation(tensor, *settings, **kwargs)
 
         reindex = reindex_of(target, base.shape, fake, view)
-        return self._settle(node, view_of(base, fake, node.name, reindex, view), view=True)
+        return view_of(base, fake, node.name, reindex, view)
 
     def _split(self, node: torch.fx.Node, args: Any, kwargs: Any) -> list[LazyTensor]:
         base, target = args[0], node.target
@@ -322,7 +330,6 @@ class _Lowering:
         rule, operands = found
         if not all(isinstance(operand, (LazyTensor, int, float, bool)) for operand in operands):
             return None
-        operands = [self._on_device(operand, fake.device, node.name) for operand in operands]
         values = operands[1:] if rule.conditional else operands
         promoted = operand_dtype(rule, values, fake.dtype)
         dtype = compute_dtype(promoted)
@@ -356,17 +363,44 @@ class _Lowering:
         )
         return pointwise(fake, node.name, emit, cost)
 
-    def _on_device(self, operand: Argument, device: torch.device, origin: str) -> Argument:
-        """Scalars of another device are copied over before a nest can read them."""
-        if (
-            not isinstance(operand, LazyTensor)
-            or operand.device == device
-            or not operand.current_cost().reads
-        ):
-            return operand
-        spec = TensorSpec.contiguous(operand.shape, operand.dtype, device)
+    def _here(self, source: torch.fx.Node, reader: torch.fx.Node) -> Any:
+        """The value of a node for one that reads its elements: one kernel reads no memory of two devices."""
+        value = self.values.get(source)
+        device = tree_leaves(reader.meta["val"])[0].device
+        if not isinstance(value, LazyTensor) or value.device == device:
+            return value
+        if (source, device) not in self.elsewhere:
+            again = self._again(source)
+            self.elsewhere[source, device] = (
+                self._copied(value, device, reader.name) if again is None else replace(again, device=device)
+            )
+        return self.elsewhere[source, device]
+
+    def _again(self, node: torch.fx.Node) -> LazyTensor | None:
+        """The value of a node computed anew, if that takes nothing of memory: it is given none, whoever reads it."""
+        value = self.values.get(node)
+        if not isinstance(value, LazyTensor) or node.op == "placeholder":
+            return None
+        if node.op == "get_attr":
+            return None if value.body is None else replace(value)
+        is_view = node.target in VIEWS and node.target is not aten.as_strided.default
+        if not is_view and self.plan.use_kind(node) != INLINE:
+            return None
+        sources = {source: self._again(source) for source in node.all_input_nodes}
+        if None in sources.values():
+            return None
+        args, kwargs = map_arg((node.args, node.kwargs), sources.get)  # type: ignore[misc]
+        if is_view:
+            return self._viewed(node, args, kwargs)
+        if is_pointwise(node.target):
+            return self._pointwise(node, args, kwargs)
+        return INDEX_RULES[node.target](args, kwargs, node.meta["val"], node.name)  # type: ignore[index]
+
+    def _copied(self, value: LazyTensor, device: torch.device, origin: str) -> LazyTensor:
+        spec = TensorSpec.contiguous(value.shape, value.dtype, device)
         view = self.builder.new_buffer(f"{origin}_operand", spec)
-        self.builder.call(aten._to_copy.default, (operand,), {"device": device}, (view.buffer,), {}, origin)
+        how = {"device": device, "memory_format": torch.contiguous_format}
+        self.builder.call(aten._to_copy.default, (value,), how, (view.buffer,), {}, origin)
         return self.builder.in_memory(view, view.stride, origin)
 
     def _settle(self, node: torch.fx.Node, tensor: LazyTensor, view: bool = False) -> LazyTensor:
