@@ -25,7 +25,7 @@ from gradsplit.compile_core.ir.sources import AttributeSource, ItemSource, Refer
 from gradsplit.compile_core.ir.user_lines import is_users_file
 
 # Other classes are named with their module in messages.
-_HEAP_TYPE = 1 << 9
+_HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8
 
 
 class PlainCall(Exception):
@@ -382,7 +382,9 @@ class CaptureState:
 
     def no_attribute(self, cls: type, name: str) -> SymbolicRaise:
         """What reading an attribute raises that objects of a class do not have."""
-        is_made_in_c = cls.__module__ != "builtins" and not cls.__flags__ & _HEAP_TYPE
+        is_made_in_c = (
+            cls.__flags__ & (_HEAP_TYPE | _IMMUTABLE) != _HEAP_TYPE and cls.__module__ != "builtins"
+        )
         shown = f"{cls.__module__}.{cls.__name__}" if is_made_in_c else cls.__name__
         return self.raise_exception(AttributeError, f"{shown!r} object has no attribute {name!r}")
 
