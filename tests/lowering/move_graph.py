@@ -3,6 +3,7 @@ CUDA tensors, so graphs are recorded for the CPU and then say that they are for 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -12,16 +13,10 @@ from torch.utils._pytree import tree_map
 GPU = torch.device("cuda", 0)
 
 
-def on_gpu(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Changes a recorded graph of CPU tensors into one of GPU tensors, and returns it."""
-    for node in module.graph.nodes:
-        moved_to_gpu(node)
-    module.recompile()
-    return module
-
-
-def moved_to_gpu(node: torch.fx.Node) -> None:
-    """Has a node say that its result is on a GPU."""
+def on_gpu(
+    module: torch.fx.GraphModule, nodes: Collection[torch.fx.Node] | None = None
+) -> torch.fx.GraphModule:
+    """Changes a recorded graph of CPU tensors into one of GPU tensors, or these of its nodes, and returns it."""
 
     def moved(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -29,7 +24,10 @@ def moved_to_gpu(node: torch.fx.Node) -> None:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=GPU)
 
     with FakeTensorMode():
-        if "val" in node.meta:
-            node.meta["val"] = tree_map(moved, node.meta["val"])
-    if "device" in node.kwargs:
-        node.kwargs = {**node.kwargs, "device": GPU}
+        for node in module.graph.nodes if nodes is None else nodes:
+            if "val" in node.meta:
+                node.meta["val"] = tree_map(moved, node.meta["val"])
+            if "device" in node.kwargs:
+                node.kwargs = {**node.kwargs, "device": GPU}
+    module.recompile()
+    return module

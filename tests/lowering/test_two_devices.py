@@ -16,7 +16,7 @@ from gradsplit.compile_core.lowering.fusion.batch_nests import batch_nests
 from gradsplit.compile_core.lowering.fusion.fuse import fuse
 from gradsplit.compile_core.lowering.graph_to_loops.lower import lower
 from tests.lowering.lowering_harness import calls, compute_of, trace
-from tests.lowering.move_graph import GPU, moved_to_gpu
+from tests.lowering.move_graph import GPU, on_gpu
 
 aten = torch.ops.aten
 
@@ -26,12 +26,11 @@ def _graph(program: Callable[..., Any]) -> torch.fx.GraphModule:
     x, rows, number = torch.randn(4, 3), torch.tensor([2, 0]), torch.tensor(1.5)
     module = trace(program, x, rows, number)
     first, *_ = module.graph.find_nodes(op="placeholder")
-    on_gpu: set[torch.fx.Node] = set()
+    moved: set[torch.fx.Node] = set()
     for node in module.graph.nodes:
-        if node is first or not on_gpu.isdisjoint(node.all_input_nodes):
-            on_gpu.add(node)
-            moved_to_gpu(node)
-    return module
+        if node is first or not moved.isdisjoint(node.all_input_nodes):
+            moved.add(node)
+    return on_gpu(module, moved)
 
 
 def _lowered(program: Callable[..., Any]) -> LoopProgram:
