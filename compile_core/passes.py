@@ -19,6 +19,7 @@ from gradsplit.compile_core.autograd.captured_graphs.grouped_heads import group_
 from gradsplit.compile_core.autograd.captured_graphs.joined_linears import join_linears
 from gradsplit.compile_core.autograd.captured_graphs.known_masks import simplify_masks
 from gradsplit.compile_core.autograd.captured_graphs.mask_rows import put_masks_in_rows
+from gradsplit.compile_core.autograd.captured_graphs.masked_stores import choose_by_masks
 from gradsplit.compile_core.autograd.captured_graphs.open_probabilities import draw_uniform
 from gradsplit.compile_core.autograd.rewrites.absent_gradients import keep_absent_apart
 from gradsplit.compile_core.autograd.rewrites.chunk_rows import chunk_rows
@@ -100,6 +101,7 @@ class Pass(Generic[Graph, Choices]):
 # Before stage 2, on the graph of torch's functions.
 CAPTURED_PASSES: Sequence[Pass[GraphModule, GraphChoices]] = (
     Pass("open_probabilities", lambda module, choices: draw_uniform(module)),
+    Pass("masked_stores", lambda module, choices: choose_by_masks(module)),
     Pass("joined_linears", lambda module, choices: join_linears(module)),
     Pass("known_masks", lambda module, choices: simplify_masks(module, not choices.makes_random_numbers)),
     Pass("grouped_heads", lambda module, choices: group_heads(module, not choices.makes_random_numbers)),

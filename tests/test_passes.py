@@ -64,6 +64,16 @@ def fused_for_gpu(program: Callable[..., Any], *inputs: Tensor) -> tuple[LoopPro
     return fuse(on(GPU, loops)), choices
 
 
+def masked_stores() -> Any:
+    def store(x: Tensor, mask: Tensor, row: Tensor) -> Tensor:
+        x = x + 1
+        x[mask] = row
+        return x
+
+    row = torch.ones(4, requires_grad=True)
+    return captured_in(store, (torch.ones(3, 4), torch.ones(3, dtype=torch.bool), row)), GRAPHS
+
+
 def joined_linears() -> Any:
     def gated(x: Tensor, gate: Tensor, up: Tensor, bias: Tensor) -> Tensor:
         return F.linear(x, gate).relu() * F.linear(x, up, bias)
@@ -183,6 +193,7 @@ def place_attention() -> tuple[LoopProgram, RegionChoices]:
 
 EXAMPLES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "open_probabilities": open_probabilities,
+    "masked_stores": masked_stores,
     "joined_linears": joined_linears,
     "known_masks": known_masks,
     "grouped_heads": grouped_heads,
