@@ -342,15 +342,16 @@ def _in_float64(inputs: Any) -> Any:
 
 
 def _shaken(model: nn.Module, unit: float) -> Iterator[nn.Module]:
-    """The model itself, and twice with every weight rounded at random."""
+    """The model itself, and twice with every weight rounded at random, each time otherwise."""
+    # A run in between seeds the process's generators.
+    generator = torch.Generator().manual_seed(0)
     for size in (0.0, unit, unit):
         shaken = copy.deepcopy(model)
         with torch.no_grad():
             for parameter in shaken.parameters():
                 if parameter.is_floating_point() and size:
-                    parameter.mul_(
-                        1 + size * (2 * torch.rand_like(parameter, dtype=torch.float32) - 1).sign()
-                    )
+                    up = torch.randint(2, parameter.shape, generator=generator).to(parameter.device)
+                    parameter.mul_(1 + size * (2.0 * up - 1))
         yield shaken
 
 

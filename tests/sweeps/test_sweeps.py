@@ -12,7 +12,7 @@ import torch._inductor.config as inductor_config
 from torch import nn
 
 from tests.sweeps.cases import Case, in_order
-from tests.sweeps.measure import OURS, TORCHS, Bounds, Result, Setting, excess_in_float64, measure
+from tests.sweeps.measure import OURS, TORCHS, Bounds, Result, Setting, _shaken, excess_in_float64, measure
 from tests.sweeps.report import report
 from tests.sweeps.workers import Resources, least_used, run_all
 
@@ -124,6 +124,19 @@ def test_float64_tells_rounding_from_another_program(factor, is_same):
 
     excess = excess_in_float64(compile, nn.Linear(4, 4), {"input": torch.randn(3, 4)}, ON_CPU)
     assert excess is not None and (excess <= 1) == is_same
+
+
+def test_weights_are_rounded_otherwise_each_time():
+    """Though each run begins with the same seed."""
+    model, found = nn.Linear(4, 4), []
+    for shaken in _shaken(model, 2.0**-9):
+        torch.manual_seed(0)
+        found.append(shaken.weight.detach() / model.weight.detach() - 1)
+    unchanged, first, second = found
+    assert unchanged.abs().max() < 1e-6 and not torch.equal(first, second)
+    torch.testing.assert_close(
+        torch.stack([first, second]).abs(), torch.full((2, 4, 4), 2.0**-9), rtol=1e-3, atol=0
+    )
 
 
 def test_what_is_too_far_is_reported():
