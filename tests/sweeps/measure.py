@@ -49,6 +49,7 @@ _CALLS = 3
 _OF_SPREAD = 3.0
 _PARAMETERS = 200_000_000
 _FLOAT32_UNIT = 2.0**-24
+_BUFFER = "buffer "
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class Bounds:
         return statistics.median(
             self.allowed[name] / max(_largest(value), 1e-30)
             for name, value in self.expected.items()
-            if not name.startswith("buffer")
+            if not name.startswith(_BUFFER)
         )
 
     def excess(self, found: Values) -> tuple[float, str]:
@@ -152,6 +153,8 @@ def measure(case: Case, compiler: str, setting: Setting, tell: Callable[[Result]
     try:
         model, inputs = _made(case, setting)
         expected, result.draws = _run_plain(model, inputs, setting)
+        if all(name.startswith(_BUFFER) for name in expected):
+            raise ValueError("gives no tensor, and no parameter gets a gradient")
     except Exception as error:
         result.skipped = _in_words(error)
         tell(result)
@@ -269,7 +272,7 @@ def _run(run: Callable[..., Any], inputs: Any, setting: Setting, module: nn.Modu
             for name, parameter in module.named_parameters()
             if parameter.grad is not None
         }
-    found |= {f"buffer {name}": buffer for name, buffer in module.named_buffers()}
+    found |= {f"{_BUFFER}{name}": buffer for name, buffer in module.named_buffers()}
     results = {name: value.detach().clone() for name, value in found.items()}
     module.load_state_dict(state, strict=False)
     return results

@@ -29,6 +29,12 @@ class Pair:
         return self.torchs is not None and not self.ours["error"] and not self.torchs_error
 
     @property
+    def how_torchs_ended(self) -> str:
+        if self.torchs is None:
+            return "not run"
+        return self.torchs_error[:60] or "runs"
+
+    @property
     def torchs_error(self) -> str:
         return "" if self.torchs is None else self.torchs["error"] or self.torchs["skipped"]
 
@@ -121,7 +127,7 @@ def report(results: Sequence[dict[str, Any]], left: int = 0) -> str:
     lists += _listed(
         "raised",
         [
-            f"{pair.name}: {pair.ours['error'][:160]} (torch.compile: {pair.torchs_error[:60] or 'runs'})"
+            f"{pair.name}: {pair.ours['error'][:160]} (torch.compile: {pair.how_torchs_ended})"
             for pair in raised
         ],
     )

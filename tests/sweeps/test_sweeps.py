@@ -102,6 +102,26 @@ def test_a_model_is_measured_within_bounds(compiler, probability, monkeypatch):
     assert last.excess is not None and last.excess <= 1 and 0 < last.width < 0.1
 
 
+class Silent(nn.Module):
+    """A model that gives no tensor back, as one whose configuration names no layer to take results from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> tuple[()]:
+        self.norm(x)
+        return ()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_model_without_results_is_left_out(training):
+    told: list[Result] = []
+    case = Case("made/silent", "silent", lambda: (Silent(), {"x": torch.randn(4, 8)}))
+    measure(case, OURS, replace(ON_CPU, training=training), lambda result: told.append(replace(result)))
+    assert told[-1].skipped == "ValueError: gives no tensor, and no parameter gets a gradient"
+
+
 class Told(nn.Module):
     """Computes something else while it is compiled."""
 
@@ -150,7 +170,9 @@ def test_what_is_too_far_is_reported():
     torchs = Result("made/one", TORCHS, graphs=1, seconds=2.0)
     as_told = Result("made/told", OURS, graphs=1, excess=2.0, excess_while_compiled=0.0)
     rounded = Result("made/rounded", OURS, graphs=1, excess=3.0, excess_in_float64=0.1)
-    text = report([asdict(as_told), asdict(ours), asdict(torchs), asdict(rounded)])
+    stuck = [Result(f"made/{name}", OURS, error="takes long") for name in ("alone", "beside", "both")]
+    torchs_of_stuck = [Result("made/beside", TORCHS), Result("made/both", TORCHS, error="raises")]
+    text = report([asdict(one) for one in (as_told, ours, torchs, rounded, *stuck, *torchs_of_stuck)])
     for line in (
         "more graphs than torch.compile: 1",
         "further from plain PyTorch than the bound: 1",
@@ -158,5 +180,8 @@ def test_what_is_too_far_is_reported():
         "values within bounds: 1 of 3 that were compared, 0 of them with float64",
         "with torch's own kernels, or calls made again: 1",
         "  made/one: 3.0 against 2.0",
+        "  made/alone: takes long (torch.compile: not run)",
+        "  made/beside: takes long (torch.compile: runs)",
+        "  made/both: takes long (torch.compile: raises)",
     ):
         assert line in text.splitlines()
