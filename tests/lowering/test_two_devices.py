@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from gradsplit.compile_core.ir.loops import LoopNest, LoopProgram
 from gradsplit.compile_core.ir.step_effects import reads, writes
@@ -15,16 +16,24 @@ from gradsplit.compile_core.ir.verify_loops import verify_program
 from gradsplit.compile_core.lowering.fusion.batch_nests import batch_nests
 from gradsplit.compile_core.lowering.fusion.fuse import fuse
 from gradsplit.compile_core.lowering.graph_to_loops.lower import lower
+from tests.lowering.loop_evaluator import evaluate
 from tests.lowering.lowering_harness import calls, compute_of, trace
 from tests.lowering.move_graph import GPU, on_gpu
+from tests.lowering.product_programs import on
 
 aten = torch.ops.aten
 
 
+INPUTS = (
+    torch.randn(4, 3, generator=torch.Generator().manual_seed(0)),
+    torch.tensor([2, 0]),
+    torch.tensor(1.5),
+)
+
+
 def _graph(program: Callable[..., Any]) -> torch.fx.GraphModule:
     """``x`` and what is computed of it are on a GPU; two rows' numbers and one number are on the CPU."""
-    x, rows, number = torch.randn(4, 3), torch.tensor([2, 0]), torch.tensor(1.5)
-    module = trace(program, x, rows, number)
+    module = trace(program, *INPUTS)
     first, *_ = module.graph.find_nodes(op="placeholder")
     moved: set[torch.fx.Node] = set()
     for node in module.graph.nodes:
@@ -44,6 +53,8 @@ def _lowered(program: Callable[..., Any]) -> LoopProgram:
                 fused.buffers.get(name, lowered.buffers[name]).device for name in reads(step) | writes(step)
             }
             assert len(devices) == 1, f"{step.name}: {devices}"
+    found, expected = evaluate(on(torch.device("cpu"), fused), INPUTS), tree_leaves(program(*INPUTS))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     return fused
 
 
@@ -74,6 +85,11 @@ PROGRAMS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "constant": lambda x, rows, number: x[torch.tensor([1, 0, 1])] + torch.tensor(2.0),
     "siblings": lambda x, rows, number: (x.sum() + 1, number + 1, (x * 2).sum(), number * 3),
     "sibling ranges": lambda x, rows, number: (x[0, :2] + 1, rows + 1, rows.float() * 2, x[1, :2] * 2),
+    "transposed": lambda x, rows, number: x.t()[torch.tensor([[0, 1], [2, 0]]).t()].exp(),
+    "moved": lambda x, rows, number: (
+        x + rows.float()[:, None].expand(2, 3).t()[:, :1].to(x.device).sum(),
+        rows + 1,
+    ),
     "shape": lambda x, rows, number: rows.new_zeros(4, 3) + 1,
 }
 
