@@ -17,7 +17,6 @@ from typing import Any
 
 import sympy
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StrictMinMaxConstraint
 
 from gradsplit.compile_core.capture.guards.guards import GuardSet
@@ -31,6 +30,7 @@ from gradsplit.compile_core.ir.sources import (
     ModuleEntrySource,
     Source,
 )
+from gradsplit.compile_core.torch_facts.fake_modes import QuickFakeMode
 from gradsplit.compile_core.torch_facts.symbolic_numbers import (
     PythonPrinter,
     SourceLocation,
@@ -118,7 +118,7 @@ class SymbolicSizes:
 
     def __init__(self, history: SizeHistory, location: Callable[[], CodeLocation | None]) -> None:
         self.history = history
-        self.fake_mode = FakeTensorMode()
+        self.fake_mode = QuickFakeMode()
         self._location = location
         self.symbols: dict[sympy.Symbol, Symbol] = {}
         self._integers: dict[Source, torch.SymInt] = {}
