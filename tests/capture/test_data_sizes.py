@@ -331,12 +331,37 @@ def test_decisions_end_the_graph(program) -> None:
     assert made.break_reasons
 
 
-def test_without_the_settings_data_end_the_graph() -> None:
+def test_without_the_settings_data_end_graphs_for_users_backends() -> None:
     with config.patch(capture_scalar_outputs=False, capture_dynamic_output_shape_ops=False):
         for program in (lambda x: x[x > 0] * 2, lambda x: x * (x > 0).sum().item()):
-            made = gradsplit.compile(program, backend="eager")
+            made = gradsplit.compile(program, backend=lambda module, inputs: module)
             assert_same(made(torch.ones(2)), program(torch.ones(2)), "results")
             assert made.break_reasons
+
+
+def test_a_number_that_is_needed_is_told_with_every_release() -> None:
+    """Torch 2.11 shows where a number comes from in its exception, which only we know."""
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return x * (3, 4, 5)[int(torch.empty(1).uniform_(0.0, 3.0).item())]
+
+    made = gradsplit.compile(program, backend="eager")
+    torch.manual_seed(0)
+    expected = program(torch.ones(2))
+    torch.manual_seed(0)
+    assert torch.equal(made(torch.ones(2)), expected)
+    assert [reason.reason_id for reason in made.break_reasons] == ["data-dependent-value"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_integers_and_floats_are_saved(backend: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A float that the backward needs becomes a tensor, an integer that is a size, too, stays a number."""
+
+    def program(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        count, largest = (x > 0).sum(), float(x.detach().max())
+        return x * count.item(), x.new_zeros(int(count)), x / largest
+
+    check(program, COUNTS[:2], backend, caplog)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

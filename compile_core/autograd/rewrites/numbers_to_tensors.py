@@ -32,6 +32,7 @@ from gradsplit.compile_core.autograd.operators.graph_nodes import add_call, ance
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.graphs import PartitionedGraph
 from gradsplit.compile_core.ir.numbers import is_number, numbers_from_sizes
+from gradsplit.compile_core.ir.regions import graph_results
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 from gradsplit.compile_core.torch_facts.dispatcher import is_random
 from gradsplit.compile_core.torch_facts.lazy_modules import lazy_module
@@ -80,7 +81,26 @@ def numbers_to_tensors(graph: PartitionedGraph) -> PartitionedGraph:
         saved_sizes = numbers_from_sizes(graph.backward, {node.name for node in sizes})
         saved_sizes |= _kept_with_data(graph.backward, saved_sizes)
         backward = _Rewriting(graph.backward, saved_sizes, devices).run()[0]
-    return replace(graph, forward=forward, backward=backward)
+    return _tensors_first(replace(graph, forward=forward, backward=backward))
+
+
+def _tensors_first(graph: PartitionedGraph) -> PartitionedGraph:
+    """The graph with what is saved in its order again: numbers come last."""
+    numbers = {node.name for node in graph.forward.graph.nodes if is_number(node)}
+    saved = tuple(sorted(graph.saved, key=numbers.__contains__))
+    if saved == graph.saved or graph.backward is None:
+        return graph
+    results = graph_results(graph.forward)
+    computed = [node for node in results[graph.num_outputs :] if node is not None]
+    given = (*results[: graph.num_outputs], *sorted(computed, key=is_number))
+    graph.forward.graph.output_node().args = (given,)
+    nodes = [*graph.backward.graph.nodes]
+    places = {node.name: node for node in nodes[: len(saved)]}
+    for name in saved:
+        nodes[len(saved)].prepend(places[name])
+    graph.forward.recompile()
+    graph.backward.recompile()
+    return replace(graph, saved=saved)
 
 
 def _kept_with_data(module: GraphModule, sizes: set[Node]) -> set[Node]:

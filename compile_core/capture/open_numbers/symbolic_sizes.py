@@ -90,7 +90,7 @@ class _LocatedShapeEnv(ShapeEnv):
     def _get_stack_summary(self, is_debug: bool = False, framework_loc: str | None = None) -> tuple[Any, str]:
         del is_debug, framework_loc
         place = self.location()
-        return SourceLocation(None, None if place is None else str(place)), ""
+        return SourceLocation("", None if place is None else str(place)), ""
 
 
 def _nowhere() -> CodeLocation | None:
