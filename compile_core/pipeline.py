@@ -139,7 +139,14 @@ def compile_graph(
     held = held_inputs(captured.inputs, inputs) if is_frozen else frozenset[int]()
     options = replace(options, freezing=bool(held))
     return compile_module(
-        captured.module, examples, inputs, backend=backend, options=options, planner=planner, held=held
+        captured.module,
+        examples,
+        inputs,
+        backend=backend,
+        options=options,
+        planner=planner,
+        held=held,
+        may_fail=captured.end_at_data is not None,
     )
 
 
@@ -152,6 +159,7 @@ def compile_module(
     options: CompileOptions,
     planner: SchedulePlanner | None = None,
     held: frozenset[int] = frozenset(),
+    may_fail: bool = False,
 ) -> Callable[..., Sequence[torch.Tensor]]:
     """Stages 2 to 8 for a graph of torch-level operations that returns a flat tuple of tensors.
 
@@ -163,8 +171,10 @@ def compile_module(
             to the conditions that the stages add to the ShapeEnv of open sizes.
         inputs: the real tensors and numbers of the first call.
         held: positions of those that stay as they are from call to call.
+        may_fail: the graph is captured in another way where a stage has no rule for it.
 
     Raises:
+        Unsupported: a stage has no rule for a graph that ``may_fail``.
         Exception: what the backend raises, unless ``config.suppress_errors``.
     """
     try:
@@ -183,6 +193,8 @@ def compile_module(
             module, examples, inputs, backend=backend, options=options, planner=planner, held=held
         )
     except (Unsupported, GuardOnDataDependentSymNode) as reason:
+        if may_fail:
+            raise
         # Limit: a planner's graph is one, of which it knows all parameters.
         if _is_failed_trace(reason) and planner is None and isinstance(backend, RegionBackend):
             pieces = cut_around(module, examples, lambda piece: _is_traceable(piece, backend, options))

@@ -26,6 +26,7 @@ class GraphBackend:
     Attributes:
         takes_options: ``mode`` and ``options`` of a compilation are the backend's own; else they are this compiler's.
         ignored_options: those of this compiler's that mean nothing to it.
+        keeps_data: it takes numbers and sizes that depend on data without being asked.
     """
 
     name: str
@@ -33,6 +34,7 @@ class GraphBackend:
     tags: frozenset[str] = frozenset()
     takes_options: bool = True
     ignored_options: frozenset[str] = frozenset()
+    keeps_data: bool = False
 
     def with_options(self, mode: str | None, options: Mapping[str, Any] | None) -> GraphBackend:
         """The backend that is called with these as keyword arguments, as far as they are given."""
@@ -61,6 +63,7 @@ class RegionBackend:
             another process; see ``backends.compile_elsewhere``.
         prepare: called with the device type when a graph comes, before its regions are known.
         ignored_options: those that mean nothing to it.
+        keeps_data: numbers and sizes that depend on data may be in graphs without being asked.
         takes: whether it has an option of this name, beside this compiler's; ``compile_region`` and ``decompositions``
             are given such options as the keyword argument ``settings``.
     """
@@ -78,6 +81,7 @@ class RegionBackend:
     compile_elsewhere: Callable[..., Callable[..., Any] | None] = lambda *region: None
     prepare: Callable[[str], None] = lambda device_type: None
     ignored_options: frozenset[str] = frozenset()
+    keeps_data: bool = False
     takes: Callable[[str], bool] = lambda name: False
 
     def with_options(self, own: Mapping[str, Any]) -> RegionBackend:
@@ -107,6 +111,7 @@ _backends: dict[str, Backend] = {
         _DEBUG,
         takes_options=False,
         ignored_options=frozenset(OPTIONS) - _OF_ALL,
+        keeps_data=True,
     ),
     "inductor": RegionBackend(
         "inductor",
@@ -125,6 +130,7 @@ _backends: dict[str, Backend] = {
             takes_open_sizes=True,
             takes_floats=True,
             ignored_options=_OF_KERNELS,
+            keeps_data=True,
         )
         for name, decompositions in (
             ("aot_eager", aot_eager.decompositions),
@@ -140,6 +146,7 @@ _backends: dict[str, Backend] = {
         aligns_products=True,
         keeps_order=True,
         packs_weights=True,
+        keeps_data=True,
         compile_elsewhere=compile_elsewhere,
         prepare=generated_kernels.prepare,
     ),

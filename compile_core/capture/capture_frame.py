@@ -1,5 +1,4 @@
-"""Capture of one call: run the function's bytecode symbolically, then close the graph and write the
-runner."""
+"""Capture of one call: run the function's bytecode symbolically, then close the graph and write the runner."""
 
 from __future__ import annotations
 
@@ -41,6 +40,7 @@ from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.wrap import wrap_cell
 from gradsplit.compile_core.errors import CompileError, Unsupported
 from gradsplit.compile_core.ir.captured import CapturedFrame, verify_captured_graph
+from gradsplit.compile_core.ir.data_reads import DataReads, Place
 from gradsplit.compile_core.ir.sources import ConvertedSource, ItemSource, LocalSource, Source
 from gradsplit.compile_core.torch_facts.fake_tensors import quiet_fakes
 from gradsplit.compile_core.torch_facts.thread_state import set_grad_enabled
@@ -74,33 +74,36 @@ def capture(
     original_of: Callable[[Any], Any] = lambda value: value,
     is_compiled_apart: Callable[[torch.nn.Module], bool] = lambda module: False,
     history: SizeHistory | None = None,
+    data_ends: set[Place] | None = None,
 ) -> CapturedFrame:
     """Capture one call of a function, without running it and without changing anything that the user can see.
 
     Args:
         function: the Python function.
         arguments: one value per parameter in the order of ``argument_names``.
-        is_module_call: the function is the ``forward`` of the module that is its first argument, called
-        through the
+        is_module_call: the function is the ``forward`` of the module that is its first argument, called through the
             module, which must then have no hooks.
-        cells_argument: the first argument is the tuple of the function's closure cells, which differ from
-        call to
+        cells_argument: the first argument is the tuple of the function's closure cells, which differ from call to
             call; the cells of ``function`` itself are not used.
         may_break: whether to end the graph at what has no rule, for this reason, and go on in a resume function.
         original_of: what a compiled function was made from, so that it is inlined instead of called.
         is_compiled_apart: whether calls of a module run a compiled form of its own, and hence are in no graph.
         history: which sizes and integers are symbolic; it learns from this call. By default all are static.
+        data_ends: where data that the program reads end graphs, which this call adds to; by default they do everywhere,
+            unless the settings say otherwise.
 
     Returns:
-        The captured frame. Where the function cannot be captured its ``runner`` is None and ``break_reason``
-        says why.
+        The captured frame. Where the function cannot be captured its ``runner`` is None and ``break_reason`` says why.
 
     Raises:
         PlainCall: this call must run as plain Python, because the program itself raises.
         CompileError: a size that the user marked as dynamic cannot be.
     """
     history = history or SizeHistory(dynamic=False)
-    call = _Call(function, arguments, is_module_call, cells_argument, original_of, is_compiled_apart, history)
+    reads = DataReads(data_ends)
+    call = _Call(
+        function, arguments, is_module_call, cells_argument, original_of, is_compiled_apart, history, reads
+    )
     if history.dynamic is not False:
         captured = _capture_symbolic(call, may_break)
         if captured is not None:
@@ -131,7 +134,7 @@ def _capture_symbolic(call: _Call, may_break: Callable[[Unsupported], bool]) -> 
 
 
 def _capture_call(call: _Call, may_break: Callable[[Unsupported], bool]) -> CapturedFrame:
-    captured, step = _attempt(call, None, None)
+    captured, step = _whole_or_without_data(call)
     if captured.break_reason is None or not may_break(captured.break_reason) or step is None:
         return captured
     # What was captured of the failing instruction must go, so the capture is made again up to it.
@@ -152,6 +155,19 @@ def _capture_call(call: _Call, may_break: Callable[[Unsupported], bool]) -> Capt
     return replace(captured, break_reason=both)
 
 
+def _whole_or_without_data(call: _Call) -> tuple[CapturedFrame, int | None]:
+    """A first attempt; one more, where it ends early and data were read without being asked."""
+    try:
+        captured, step = _attempt(call, None, None)
+        if captured.break_reason is None or not call.data_reads:
+            return captured, step
+    except Exception:
+        if not call.data_reads:
+            raise
+    call.data_reads.end_graphs()
+    return _attempt(call, None, None)
+
+
 # The frame runs as plain Python: a callee that recurs would be captured as deep, and so on.
 _OF_THE_WHOLE_FRAME = frozenset(["recursion", RESIZED_WITH_HISTORY])
 
@@ -165,6 +181,7 @@ class _Call:
     original_of: Callable[[Any], Any]
     is_compiled_apart: Callable[[torch.nn.Module], bool]
     history: SizeHistory
+    data_reads: DataReads
 
 
 def _last_breakable_step(call: _Call, end: int) -> int | None:
@@ -188,9 +205,8 @@ class _Watch:
 def _attempt(
     call: _Call, stop_at_step: int | None, reason: Unsupported | None, watch: _Watch | None = None
 ) -> tuple[CapturedFrame, int | None]:
-    """Capture until the end or until a step of the outermost frame; also the step at which it failed, if it
-    did."""
-    state = Capture(call.original_of, call.is_compiled_apart, call.history)
+    """Capture until the end or until a step of the outermost frame; also the step at which it failed, if it did."""
+    state = Capture(call.original_of, call.is_compiled_apart, call.history, call.data_reads)
     state.is_continuation = rest_of(call.function.__code__) is not None
     state.guards.add([], "{c0}() == {c1}", [global_state, global_state()], "the modes of torch are the same")
     state.default_device, state.autocast_at_start = default_device(), autocast_state()
@@ -294,8 +310,7 @@ def _finish(
     reason: Unsupported | None,
     cells_argument: bool,
 ) -> CapturedFrame:
-    """Close the graph and write the runner; the frame has returned, or stands before the instruction to
-    break at."""
+    """Close the graph and write the runner; the frame has returned, or stands before the instruction to break at."""
     ending = None
     writer = RunnerWriter(state)
     if frame.result is None:
@@ -318,6 +333,9 @@ def _finish(
         if reason is not None:
             state.graph.required_options.update(REQUIRED_OPTIONS.get(reason.reason_id, {}))
         graph = state.graph.finish([*writer.outputs])
+        if state.data_reads:
+            state.guards.add([], *state.data_reads.guard())
+            graph = replace(graph, end_at_data=state.data_reads.end_graphs)
         verify_captured_graph(graph)
     runner = writer.finish(names, has_graph, writes_inputs, [*mode_lines, *last_lines])
     late_guards = state.all_guards if state.sizes.symbols else None

@@ -61,6 +61,7 @@ from gradsplit.compile_core.capture.values.view_copies import note_perhaps_view
 from gradsplit.compile_core.capture.wrap import wrap
 from gradsplit.compile_core.errors import InternalError, Unsupported
 from gradsplit.compile_core.ir.captured import Guard
+from gradsplit.compile_core.ir.data_reads import DataReads
 from gradsplit.compile_core.ir.sources import Source
 from gradsplit.compile_core.torch_facts.symbolic_numbers import assume
 from gradsplit.compile_core.torch_facts.thread_state import device_constructors
@@ -84,9 +85,10 @@ class Capture(CaptureState):
         original_of: Callable[[Any], Any],
         is_compiled_apart: Callable[[torch.nn.Module], bool],
         history: SizeHistory,
+        data_reads: DataReads,
     ) -> None:
         sizes = SymbolicSizes(history, self.location)
-        super().__init__(OutputGraph(sizes), SideEffects(), sizes)
+        super().__init__(OutputGraph(sizes), SideEffects(), sizes, data_reads)
         self._original_of = original_of
         self._is_compiled_apart = is_compiled_apart
         self.generators: list[GeneratorValue] = []
@@ -251,10 +253,15 @@ class Capture(CaptureState):
     def _depending_on_data(self) -> AbstractContextManager[Any] | None:
         """Inside, fake tensors give new symbols for the numbers and sizes that they cannot tell; None where the
         settings do not say so, and in a body, the symbols of which would be unknown outside of it."""
-        scalars, shapes = self.keeps_numbers, config.capture_dynamic_output_shape_ops
-        if not (scalars or shapes) or isinstance(self.graph, BodyGraph):
+        if isinstance(self.graph, BodyGraph):
             return None
-        return self.sizes.depending_on_data(scalars, shapes)
+        scalars, shapes = (
+            config.capture_scalar_outputs or self.only_checks,
+            config.capture_dynamic_output_shape_ops,
+        )
+        if not (scalars and shapes) and self.data_reads.may_stay(self.frames[-1].place()):
+            scalars = shapes = True
+        return self.sizes.depending_on_data(scalars, shapes) if scalars or shapes else None
 
     def read_truth(self, tensor: TensorValue) -> Value:
         # By a number that stays open: ``== 1`` would make it a constant.

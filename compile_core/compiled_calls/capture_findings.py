@@ -38,6 +38,8 @@ class CallSettings:
     cache_limit: int | None
     observer: Observer | None
     modules_apart: ModulesApart
+    # Where data that the program reads end graphs; None where they do everywhere.
+    data_ends: set[Any] | None = None
 
     @property
     def limit(self) -> int:

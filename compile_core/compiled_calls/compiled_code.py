@@ -35,7 +35,6 @@ from gradsplit.compile_core.capture import (
     resume_function,
     run_only,
 )
-from gradsplit.compile_core.capture.code_objects.plain_frames import PlainFrames
 from gradsplit.compile_core.capture.directives import disabled_frame
 from gradsplit.compile_core.compiled_calls.bound_calls import dispatch_function, plain_function
 from gradsplit.compile_core.compiled_calls.call_targets import (
@@ -54,9 +53,10 @@ from gradsplit.compile_core.compiled_calls.deep_calls import deeper_stack, with_
 from gradsplit.compile_core.compiled_calls.entry_table import Entry, EntryTable
 from gradsplit.compile_core.compiled_calls.hooked_modules import HookedCalls, has_hooks
 from gradsplit.compile_core.compiled_calls.kept_random_state import kept_random_state
+from gradsplit.compile_core.compiled_calls.plain_frames import PlainFrames
 from gradsplit.compile_core.compiled_calls.record_captures import recording_failure
 from gradsplit.compile_core.errors import CodeLocation, CompileError, InternalError, Unsupported
-from gradsplit.compile_core.ir.captured import CapturedFrame, ResumePoint
+from gradsplit.compile_core.ir.captured import CapturedFrame, CapturedGraph, ResumePoint
 from gradsplit.compile_core.ir.data_checks import is_failed_assumption
 from gradsplit.compile_core.observe.progress import progress
 from gradsplit.compile_core.observe.stage_times import timed
@@ -247,7 +247,7 @@ class CompiledCode:
             return entry
         return None if entry.reads_shared_memory(arguments) else entry
 
-    def _run_again(self, failures: list[Exception], *arguments: Any) -> Any:
+    def _run_again(self, graph: CapturedGraph | None, failures: list[Exception], *arguments: Any) -> Any:
         """The graph raised: plain Python raises the same at the user's line, after the effects that come before.
 
         Not so where a hook sees what autograd saves: the exception may be the hook's own, by which a checkpoint ends
@@ -258,6 +258,8 @@ class CompiledCode:
         shown = repr(failures.pop())
         result = self._call_plain(*arguments)
         logger.warning("%s: the graph raised %s, which plain Python did not", self.name, shown)
+        if graph is not None and graph.end_at_data is not None and not self.settings.fullgraph:
+            graph.end_at_data()
         return result
 
     def _run_frame(self, compiled: None, inputs: list[Any], *arguments: Any) -> Any:
@@ -339,7 +341,8 @@ class CompiledCode:
             recurs = getattr(captured.break_reason, "reason_id", None) == "recursion"
             run = self._run_recursion if recurs else self._run_frame
         else:
-            constants = {**captured.runner.constants, "run_again": self._run_again}
+            run_again = functools.partial(self._run_again, captured.graph)
+            constants = {**captured.runner.constants, "run_again": run_again}
             if captured.break_reason is not None:
                 constants["compiled_form"] = self.compiled_form
                 constants |= {point.name: self._continuation(point) for point in captured.resume}
@@ -352,8 +355,15 @@ class CompiledCode:
                 if type(inputs) is not list:
                     self._findings.report_fresh_guards(explain_failure(captured, arguments))
                     raise PlainCall("its guards do not hold for the call that they were made from")
-                with normal_tensors():
-                    compiled = self.settings.compile_graph(captured.graph, inputs)
+                try:
+                    with normal_tensors():
+                        compiled = self.settings.compile_graph(captured.graph, inputs)
+                except Exception as error:
+                    if captured.graph.end_at_data is None:
+                        raise
+                    logger.info("%s: captured again, with data outside of the graph: %s", self.name, error)
+                    captured.graph.end_at_data()
+                    return self._make_entry(arguments, history)
                 if isinstance(compiled, torch.fx.GraphModule):
                     compiled = compiled.forward  # hooks on all modules of the program are not for this one
         if captured.late_guards is not None:
@@ -377,6 +387,7 @@ class CompiledCode:
                     original_of=original_of,
                     is_compiled_apart=self.settings.modules_apart.claims,
                     history=history,
+                    data_ends=self.settings.data_ends,
                 )
         except (CompileError, PlainCall):
             raise

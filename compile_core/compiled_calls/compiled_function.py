@@ -68,6 +68,7 @@ class CompiledFunction(Compiled):
             ``config.cache_size_limit`` at the time.
         observer: is called at captures and misses, also at those of continuations and callees.
         modules_apart: modules among what it calls that have a compiled form of their own, and no part in its graphs.
+        keeps_data: numbers and sizes that depend on data may stay in graphs without being asked.
         programs: what was compiled under these very settings already, shared with other functions.
 
     Attributes:
@@ -84,12 +85,14 @@ class CompiledFunction(Compiled):
         cache_limit: int | None = None,
         observer: Observer | None = None,
         modules_apart: ModulesApart | None = None,
+        keeps_data: bool = False,
         programs: ProgramsByCode | None = None,
     ) -> None:
         fn = original_of(fn)
         self.original = fn
         apart = modules_apart or ModulesApart()
-        settings = CallSettings(compile_graph, fullgraph, dynamic, cache_limit, observer, apart)
+        ends = set[Any]() if keeps_data else None
+        settings = CallSettings(compile_graph, fullgraph, dynamic, cache_limit, observer, apart, ends)
         self._programs = programs or ProgramsByCode(settings)
         self._called_forward = CalledForward(fn) if isinstance(fn, torch.nn.Module) else None
         self._forms: list[_Form] = []

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gradsplit.compile_core.capture.code_objects.plain_frames import PlainFrames
+from gradsplit.compile_core.compiled_calls.plain_frames import PlainFrames
 from gradsplit.compile_core.torch_facts.modules import GLOBAL_HOOK_TABLES, call_with_hooks
 
 

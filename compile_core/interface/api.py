@@ -178,6 +178,8 @@ def _new_programs(request: CompileRequest) -> ProgramsByCode:
             cache_limit,
             observer,
             ClaimedModules(request),
+            # A CUDA graph has its sizes for good.
+            set() if backend.keeps_data and not request.options.cuda_graphs else None,
         ),
         kept=not request.options.cuda_graphs,
     )

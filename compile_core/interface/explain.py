@@ -57,6 +57,7 @@ def explain(f: Callable[..., Any], *extra_args: Any, **extra_kwargs: Any) -> Any
             f._orig_mod if isinstance(f, CompiledModule) else f,
             seen.compile_graph,
             observer=seen,
+            keeps_data=True,
         )
         compiled(*args, **kwargs)
         return seen.explanation(print_times(stopwatch.seconds()))

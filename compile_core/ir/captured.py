@@ -65,11 +65,15 @@ class CapturedGraph:
     ``required_options`` are the options that the graph is compiled with, whatever the user chose, since the program
     asks for gradients where the graph ends, by ``create_graph=True`` or with respect to one of the graph's own values,
     or retains those of one.
+
+    ``end_at_data`` is given where sizes or numbers depend on data though nobody asked for it. Whoever cannot compile
+    such a graph as a whole raises; then this is called, and the next capture ends its graph where the data are read.
     """
 
     module: fx.GraphModule
     inputs: tuple[GraphInput, ...]
     required_options: Mapping[str, bool] = field(default_factory=dict)
+    end_at_data: Callable[[], None] | None = None
 
     @property
     def has_open_sizes(self) -> bool:

@@ -42,6 +42,8 @@ def compile_in_ddp(
         return None
     if not any(isinstance(given, torch.nn.Parameter) and given.requires_grad for given in inputs):
         return None
+    if captured.end_at_data is not None:
+        raise Unsupported("data-in-ddp", "the pieces of a graph pass on no sizes that depend on data")
     graph = GraphInDDP(captured, request)
     graph.form_for(inputs)
     return graph

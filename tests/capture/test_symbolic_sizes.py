@@ -316,7 +316,7 @@ def test_modules() -> None:
 
 
 def test_data_dependent_sizes_still_break_the_graph() -> None:
-    made = gradsplit.compile(lambda x: x.nonzero() + 1, backend="eager", dynamic=True)
+    made = gradsplit.compile(lambda x: x.nonzero() + 1, backend=lambda module, inputs: module, dynamic=True)
     for rows in (3, 5):
         x = torch.arange(rows)
         assert_same(made(x), x.nonzero() + 1)

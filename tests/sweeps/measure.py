@@ -454,7 +454,7 @@ def _compiled_here(model: nn.Module, setting: Setting, result: Result, draws_as_
     def compile_captured(captured: CapturedGraph, inputs: Sequence[Any]) -> Callable[..., Any]:
         return compile_graph(captured, inputs, backend=backend, options=options)
 
-    return CompiledFunction(model, compile_captured, observer=_Seen(result))
+    return CompiledFunction(model, compile_captured, observer=_Seen(result), keeps_data=backend.keeps_data)
 
 
 def _compiled_by_torch(model: nn.Module, setting: Setting, result: Result, draws_as_plain: bool) -> Any:

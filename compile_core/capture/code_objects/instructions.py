@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import itertools
 import types
 from dataclasses import dataclass
 from typing import Any
@@ -81,9 +82,11 @@ class Code:
         return at
 
     def only_raises(self, index: int) -> bool:
-        """Whether an instruction begins a straight way to a ``raise`` that leaves the code."""
+        """Whether an instruction begins a straight way to a ``raise`` that leaves the code, or a false assertion."""
         end = self._end_of_way(index)
-        return self.instructions[end].name == "RAISE_VARARGS" and self.is_left_from(end)
+        pairs = itertools.pairwise(self.instructions[index:end])
+        asserts = any((one.value, then.value) == ("_assert", False) for one, then in pairs)
+        return (asserts or self.instructions[end].name == "RAISE_VARARGS") and self.is_left_from(end)
 
     def leads_to_check(self, index: int) -> bool:
         """Whether the way from an instruction on stores nothing and comes to a decision whether to raise."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections import ChainMap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,10 @@ class DataSizes:
         if place.read == "number":
             return node
         return make_node(place.read, (node, place.dim) if place.read == "size" else (node,), place.number)
+
+    def are_sizes(self, symbols: Iterable[sympy.Symbol]) -> bool:
+        """Whether all are sizes of what operations gave."""
+        return all(symbol in self._places and self._places[symbol].read == "size" for symbol in symbols)
 
     def new_assertions(self, env: Any) -> list[sympy.Basic]:
         """What is assumed since this was last asked."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -47,16 +48,31 @@ class ConditionValue(Value):
         known = truth_of(self.number)
         if known is None:
             node = self.graph_argument(state)
-            known = (
-                decision_by(state, node, bool, self.describe()) if isinstance(node, fx.Node) else bool(node)
-            )
+            shown = self.describe()
+            known = decision_by(state, node, bool, shown) if isinstance(node, fx.Node) else bool(node)
+        if known is None:
+            known = self._of_what_is_not_empty(state)
         if known is None:
             raise state.unsupported(
                 "data-dependent-branch",
                 f"the truth value of {self.describe()}",
                 "say torch._check() of it before",
             )
-        return known
+        return bool(known)
+
+    def _of_what_is_not_empty(self, state: CaptureState) -> bool | None:
+        """What holds for all sizes but nought, which is assumed of each call then; None where that differs, and of what
+        the user asked for."""
+        expression = self.number.node.expr
+        symbols = expression.free_symbols
+        if not state.data_reads or not state.graph.data_sizes.are_sizes(symbols):
+            return None
+        found = {bool(expression.xreplace(dict.fromkeys(symbols, size))) for size in _SIZES}
+        known = len(found) == 1 and state.assume(self, True in found)
+        return True in found if known else None
+
+
+_SIZES = [sympy.Integer(size) for size in (1, 2, 3, 1000)]
 
 
 def condition_value(number: Any) -> Value:

@@ -31,7 +31,9 @@ _MAKERS = (torch.tensor, torch.zeros, torch.ones, torch.full)
 _READING = ["item", "clone", "detach", "to", "float", "double", "neg", "sqrt", "add", "sub", "mul"]
 _COMPARING = ["eq", "ne", "lt", "le", "gt", "ge"]
 _CHANGING = ["add_", "sub_", "mul_", "div_", "fill_", "zero_", "copy_"]
-_METHODS = frozenset([*_READING, *_COMPARING, *_CHANGING])
+_COMPUTING = ["log2", "log", "exp", "round", "floor", "ceil"]
+_METHODS = frozenset([*_READING, *_COMPUTING, *_COMPARING, *_CHANGING])
+_FUNCTIONS = frozenset([float, *_MAKERS, *(getattr(torch, name) for name in _COMPUTING)])
 
 # One step: the function or the method's name, its arguments and the name of its result. A guard lives longer than the
 # graph, of which it must hold nothing.
@@ -46,8 +48,8 @@ class _Result:
 
 
 def decision_by(
-    state: CaptureState, node: Node, decide: Callable[[Any], bool], text: str, keeps_order: bool = False
-) -> bool | None:
+    state: CaptureState, node: Node, decide: Callable[[Any], int], text: str, keeps_order: bool = False
+) -> int | None:
     """The outcome of ``decide(number)``, which is guarded; None where the number does not follow from known ones, nor
     from drawn ones of which all would decide alike: numbers in order, if that is kept, or truth values."""
     found = _steps_to(state, node)
@@ -56,7 +58,7 @@ def decision_by(
     inputs, draws, steps = found
     names, wanted = [place.name for place in inputs], node.name
 
-    def outcome(*tensors: torch.Tensor) -> bool | None:
+    def outcome(*tensors: torch.Tensor) -> int | None:
         decided = set()
         for drawn in zip(*draws.values(), strict=True) if draws else [()]:
             with torch.no_grad():
@@ -74,8 +76,14 @@ def decision_by(
     sources = [record.entry.source for record in records]
     if sources and value is not None:
         given = ", ".join(f"{{{index}}}" for index in range(len(sources)))
-        state.guards.add(sources, f"{{c0}}({given}) is {value}", [outcome], f"({text}) is {value}")
+        state.guards.add(sources, f"{{c0}}({given}) == {value}", [outcome], f"({text}) == {value}")
     return value
+
+
+def constant_in(state: CaptureState, node: Node) -> Any:
+    """The number in a tensor that the program makes of nothing but constants; None of another."""
+    inputs, draws, steps = _steps_to(state, node) or ([node], {}, [])
+    return None if inputs or draws else _run(steps, {}, node.name).item()
 
 
 def _steps_to(state: CaptureState, node: Node) -> tuple[list[Node], dict[str, Ends], list[_Step]] | None:
@@ -161,7 +169,7 @@ def _step_of(node: Node, needed: set[Node]) -> _Step | None:
     if isinstance(target, str):
         is_known = target in _METHODS
     else:
-        is_known = target in _MAKERS or target is float or getattr(target, "__module__", None) == "_operator"
+        is_known = target in _FUNCTIONS or getattr(target, "__module__", None) == "_operator"
     if not is_number or not is_known:
         return None
     return target, _with_results(node.args), _with_results(dict(node.kwargs)), node.name

@@ -136,6 +136,9 @@ def whole_number(state: CaptureState, value: Value) -> Value | None:
     """``int()`` of such a float: an integer that depends on data, as sizes may; None of anything else."""
     if not isinstance(value, ScalarValue) or not isinstance(value.example, float):
         return None
+    known = decision_by(state, value.node, math.trunc, f"int({value.describe()})", keeps_order=True)
+    if known is not None:
+        return ConstantValue(known)
     number = state.sizes.shape_env.create_unbacked_symint()
     node = state.add_scalar_node("call_function", math.trunc, (value.node,), number)
     node.meta["is_pure"] = True

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from gradsplit.compile_core import config
 from gradsplit.compile_core.capture.open_numbers.drawn_ends import ends_of_draw
-from gradsplit.compile_core.capture.open_numbers.known_numbers import decision_by
+from gradsplit.compile_core.capture.open_numbers.known_numbers import constant_in, decision_by
 from gradsplit.compile_core.capture.open_numbers.scalars import (
     ScalarValue,
     compute_scalar,
@@ -32,31 +31,33 @@ from gradsplit.compile_core.capture.values.tensors import TensorValue, method_ru
 def reads_scalars(state: CaptureState, tensor: TensorValue) -> bool:
     """Whether the code that runs is known, or said, to compute with what it reads, or it is drawn: then what the
     program decides by it may be no decision."""
-    said = config.capture_scalar_outputs or ends_of_draw(tensor.node) is not None
-    said = said and tensor.fake.dtype.is_floating_point and tensor.fake.numel() == 1
-    return only_computes(state) or said
+    if only_computes(state):
+        return True
+    is_float = tensor.fake.dtype.is_floating_point and tensor.fake.numel() == 1
+    return is_float and (ends_of_draw(tensor.node) is not None or state.keeps_numbers())
 
 
-def _reads_symbols(state: CaptureState, tensor: TensorValue) -> bool:
+def _reads_symbols(state: CaptureState, tensor: TensorValue, decides: bool = False) -> bool:
     dtype = tensor.fake.dtype
     is_exact = not dtype.is_floating_point and not dtype.is_complex
-    return is_exact and tensor.fake.numel() == 1 and state.keeps_numbers
+    return is_exact and tensor.fake.numel() == 1 and (state.only_checks or state.keeps_numbers(not decides))
 
 
-def _made_of_constants(tensor: TensorValue) -> torch.Tensor | None:
-    """The data of a tensor of one element that the program makes of nothing but constants."""
-    return getattr(tensor.fake, "constant", None)
+def _constant_in(state: CaptureState, tensor: TensorValue) -> Any:
+    """The number in a tensor that the program makes of nothing but constants."""
+    known = getattr(tensor.fake, "constant", None)
+    return constant_in(state, tensor.node) if known is None else known.item()
 
 
 @method_rule("item")
 def _item(state: CaptureState, tensor: TensorValue, *args: Value, **kwargs: Value) -> Value | None:
     if args or kwargs:
         return None
-    made = _made_of_constants(tensor)
+    made = _constant_in(state, tensor)
     if made is not None:
-        return ConstantValue(made.item())
+        return ConstantValue(made)
     if tensor.fake.dtype is torch.bool and tensor.fake.numel() == 1:
-        return _truth(state, tensor)
+        return _truth(state, tensor, decides=False)
     if reads_scalars(state, tensor):
         return read_scalar(state, tensor)
     is_read = _reads_symbols(state, tensor)
@@ -64,18 +65,21 @@ def _item(state: CaptureState, tensor: TensorValue, *args: Value, **kwargs: Valu
 
 
 @method_rule("__bool__")
-def _truth(state: CaptureState, tensor: TensorValue) -> Value | None:
-    made = _made_of_constants(tensor)
+def _truth(state: CaptureState, tensor: TensorValue, decides: bool = True) -> Value | None:
+    made = _constant_in(state, tensor)
     if made is not None:
         return ConstantValue(bool(made))
     known = decision_by(state, tensor.node, bool, f"bool({tensor.describe()})")
     if known is not None:
         return ConstantValue(known)
-    return state.read_truth(tensor) if _reads_symbols(state, tensor) else None
+    return state.read_truth(tensor) if _reads_symbols(state, tensor, decides) else None
 
 
 @method_rule("__float__")
 def _float(state: CaptureState, tensor: TensorValue, *args: Value, **kwargs: Value) -> Value | None:
+    made = _constant_in(state, tensor)
+    if made is not None:
+        return ConstantValue(float(made))
     return (
         compute_scalar(state, float, [read_scalar(state, tensor)]) if reads_scalars(state, tensor) else None
     )
@@ -83,7 +87,7 @@ def _float(state: CaptureState, tensor: TensorValue, *args: Value, **kwargs: Val
 
 @method_rule("__int__")
 def _int(state: CaptureState, tensor: TensorValue) -> Value | None:
-    if not state.keeps_numbers:
+    if not (state.only_checks or state.keeps_numbers()):
         return None
     read = _item(state, tensor)
     return None if read is None else CALL_RULES[int](state, [read], {})
@@ -97,7 +101,7 @@ def _index(state: CaptureState, tensor: TensorValue) -> Value | None:
 
 @method_rule("tolist")
 def _list(state: CaptureState, tensor: TensorValue) -> Value | None:
-    if not config.capture_scalar_outputs or isinstance(tensor.fake.numel(), torch.SymInt):
+    if isinstance(tensor.fake.numel(), torch.SymInt) or not state.keeps_numbers():
         return None
     if tensor.fake.dim() == 0:
         return _item(state, tensor)

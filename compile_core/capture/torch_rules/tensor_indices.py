@@ -6,18 +6,20 @@ is a copy where plain Python has a view, unless another index makes a copy anywa
 
 from __future__ import annotations
 
+import itertools
 import operator
 from typing import Any
 
 import torch
 
-from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import is_of_data
+from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import SymbolicInt, is_of_data
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.call_rules import DATA_DEPENDENT_RULES
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue, SliceValue
-from gradsplit.compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.capture.values.tensors import METHOD_RULES, TensorValue
 from gradsplit.compile_core.capture.values.view_copies import note_view_copy, stored_back
+from gradsplit.compile_core.torch_facts.symbolic_numbers import assume
 
 _NUMBERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 _MASKS = (torch.bool, torch.uint8)
@@ -33,6 +35,15 @@ def _index_by_numbers(state: CaptureState, args: list[Any]) -> Value | None:
     parts = [_in_tensor(state, part) if is_of_data(part) else part for part in parts]
     numbers = [part for part in parts if _is_number(part)]
     dims = _dims_taken(tensor, parts)
+    read = [
+        _with_numbers(state, part, tensor.fake.shape[place] if count == 1 else 0)
+        for part, count, place in zip(parts, dims or (), _positions(dims or []), strict=False)
+    ]
+    if dims is not None and read != parts:
+        function = operator.setitem if stored else operator.getitem
+        return state.call_tensor_op(
+            "call_function", function, [tensor, SequenceValue(read, tuple), *stored], {}
+        )
     known = all(part.fake.device in (tensor.fake.device, _CPU) for part in numbers)
     if not numbers or dims is None or not known:
         return None
@@ -56,6 +67,30 @@ def _index_by_numbers(state: CaptureState, args: list[Any]) -> Value | None:
 DATA_DEPENDENT_RULES.update({operator.getitem: _index_by_numbers, operator.setitem: _index_by_numbers})
 
 _CPU = torch.device("cpu")
+
+
+def _with_numbers(state: CaptureState, part: Any, size: Any) -> Any:
+    """A slice whose ends tensors hold, with these read; anything else as it is. The ends are assumed to lie within the
+    dim, in order: then the size is their difference, the same for all slices between them."""
+    if not isinstance(part, SliceValue) or not any(map(_is_number, part.parts)):
+        return part
+    read: list[Any] = [
+        METHOD_RULES["__index__"](state, end) if _is_number(end) else end for end in part.parts
+    ]
+    if None in read or not _is_none(read[2]):
+        return part
+    places: list[Any] = [
+        end.number if isinstance(end, SymbolicInt) else end.as_constant() for end in read[:2]
+    ]
+    places = [0, *(place for place in places if place is not None), size]
+    try:
+        for first, second in itertools.combinations(places, 2):
+            assume(first <= second)
+    except RuntimeError as error:
+        raise state.unsupported("data-dependent-size", f"a slice of more than there is: {error}") from error
+    # Before the slice, whose size follows from them.
+    state.graph.write_checks()
+    return SliceValue(read)
 
 
 def _key(tensor: TensorValue, places: list[Any]) -> tuple[Any, ...]:

@@ -1,8 +1,7 @@
 """The base of symbolic values, and the state that one capture carries.
 
-A symbolic value stands for a Python object of the captured frame. Each family of values has its own file and
-answers the protocol of ``Value``; whatever a family does not answer raises Unsupported, so that nothing is
-ever guessed.
+A symbolic value stands for a Python object of the captured frame. Each family of values has its own file and answers
+the protocol of ``Value``; whatever a family does not answer raises Unsupported, so that nothing is ever guessed.
 """
 
 from __future__ import annotations
@@ -268,12 +267,12 @@ def _users_place(frames: Sequence[FrameLike]) -> tuple[types.CodeType, int] | No
 class CaptureState:
     """All that one capture changes; nothing of it outlives a capture that fails.
 
-    Families of values see this class only; ``state.Capture`` fills in the operations that need several
-    families.
+    Families of values see this class only; ``state.Capture`` fills in the operations that need several families.
     """
 
-    def __init__(self, graph: Any, effects: Any, sizes: Any) -> None:
+    def __init__(self, graph: Any, effects: Any, sizes: Any, data_reads: Any) -> None:
         self.graph = graph
+        self.data_reads = data_reads
         self.effects = effects
         self.frames: list[FrameLike] = []
         self.guards = GuardSet(functools.partial(_users_place, self.frames))
@@ -322,11 +321,17 @@ class CaptureState:
         return self.frames[-1].location() if self.frames else None
 
     @property
-    def keeps_numbers(self) -> bool:
-        """Whether integers that are read out of tensors stay in the graph: the settings say so, or the program only
-        asks whether to raise for this one."""
+    def only_checks(self) -> bool:
+        """Whether the program only asks whether to raise for what it reads."""
         frame = self.frames[-1]
-        return config.capture_scalar_outputs or frame.code.leads_to_check(frame.current + 1)
+        return frame.code.leads_to_check(frame.current + 1)
+
+    def keeps_numbers(self, unasked: bool = True) -> bool:
+        """Whether numbers that are read out of tensors stay in the graph: the settings say so, or what is captured
+        has use for no value so far."""
+        return config.capture_scalar_outputs or (
+            unasked and self.data_reads.may_stay(self.frames[-1].place())
+        )
 
     def calling_module(self) -> str:
         """The name of the Python module whose code runs now."""
@@ -372,8 +377,7 @@ class CaptureState:
         raise NotImplementedError
 
     def wrap_trusted_function(self, function: Any) -> Value:
-        """The value of a function that a class holds in a descriptor; the class entry is guarded
-        elsewhere."""
+        """The value of a function that a class holds in a descriptor; the class entry is guarded elsewhere."""
         return self.wrap(function, None)
 
     def raise_exception(self, cls: type[BaseException], *args: Any) -> SymbolicRaise:

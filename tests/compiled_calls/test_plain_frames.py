@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gradsplit
-from gradsplit.compile_core.capture.code_objects.plain_frames import PlainFrames
+from gradsplit.compile_core.compiled_calls.plain_frames import PlainFrames
 from gradsplit.compile_core.interface.testing import CompileCounter, CompileCounterWithBackend
 
 

@@ -1,0 +1,47 @@
+"""Where numbers and sizes that depend on data stay in a graph though nobody asked for it.
+
+They do until the program needs the value of one, or a stage has no rule: what is captured then ends the graph where
+the data were read, as it does at a branch by data. So a frame is one graph, or as many as without. The places are
+remembered for all that is compiled in the same way, and each graph is guarded by those that it has: where one of them
+comes to end graphs, the graph is captured anew.
+"""
+
+from __future__ import annotations
+
+import types
+
+# A line of a program's code.
+Place = tuple[types.CodeType, int]
+
+
+class DataReads:
+    """The places where one capture read data; it is true where there are any.
+
+    Args:
+        ends: where that ends graphs, which ``end_graphs`` adds to; None to read none without being asked.
+    """
+
+    def __init__(self, ends: set[Place] | None) -> None:
+        self._ends = ends
+        self._found: dict[Place, None] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def may_stay(self, place: Place) -> bool:
+        """Whether what is read here may stay in the graph, which then has it."""
+        stays = self._ends is not None and place not in self._ends
+        if stays:
+            self._found[place] = None
+        return stays
+
+    def end_graphs(self) -> None:
+        """Ends graphs at all places of this capture from now on."""
+        if self._ends is not None:
+            self._ends.update(self._found)
+        self._found.clear()
+
+    def guard(self) -> tuple[str, list[object], str]:
+        """Condition, constants and text of the guard that none of the places ends graphs."""
+        ended = "no value that data decide was needed where this graph but computes with it"
+        return "{c0}.isdisjoint({c1})", [self._ends, tuple(self._found)], ended
