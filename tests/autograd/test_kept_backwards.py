@@ -205,6 +205,37 @@ def test_left_to_torch(name: str, caplog: pytest.LogCaptureFixture) -> None:
     )
 
 
+def _keeps_a_size(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+    ctx.rows = inputs[0].shape[0]
+
+
+def _reads_a_size(ctx: Any, gradient: Tensor) -> Any:
+    x, factor = ctx.saved_tensors
+    of_x = gradient.new_zeros(ctx.rows)
+    of_x += gradient * factor[0].item() / ctx.rows
+    return of_x, gradient * x
+
+
+def _branches_and_reads_a_size(ctx: Any, gradient: Tensor) -> Any:
+    of_x, of_factor = _reads_a_size(ctx, gradient)
+    return (of_x if ctx.saved_tensors[1][0].item() > 0 else of_x * 2), of_factor
+
+
+@pytest.mark.parametrize("name, backward", [("size", _reads_a_size), ("branch", _branches_and_reads_a_size)])
+def test_sizes_in_a_context_may_differ(
+    name: str, backward: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    program = _program(_operator(name, backward, _keeps_a_size))
+    counter = gradsplit.testing.CompileCounterWithBackend("triton")
+    compiled = gradsplit.compile(program, backend=counter, dynamic=True)
+    for rows, angle in ((3, 0.0), (5, 3.0), (4, 0.5), (6, 2.5)):
+        x, factor = leaf(rows), torch.full((rows,), angle, requires_grad=True)
+        gradients = [torch.autograd.grad(call(x, factor).sum(), (x, factor)) for call in (program, compiled)]
+        torch.testing.assert_close(*gradients)
+    assert counter.frame_count == 1 and not caplog.records
+
+
 def _gives_another_shape(ctx: Any, gradient: Tensor) -> Any:
     _, factor = ctx.saved_tensors
     return gradient if factor[0].item() < 1 else gradient[:1], gradient
