@@ -38,16 +38,25 @@ def run_on_fakes(fake_mode: FakeTensorMode) -> Iterator[None]:
 
 
 _fake_logger = logging.getLogger("torch._subclasses.fake_tensor")
+_condition_logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
 
 
 @contextmanager
-def quiet_fakes() -> Iterator[None]:
-    """Inside, torch logs no tracebacks of operators that raise on fake tensors, as plain Python is about to do."""
-    before, _fake_logger.disabled = _fake_logger.disabled, True
+def quiet_fakes(conditions: bool = False) -> Iterator[None]:
+    """Inside, torch logs no tracebacks of operators that raise on fake tensors, as plain Python is about to do.
+
+    Args:
+        conditions: nor warnings of conditions that only data decide.
+    """
+    loggers = [_fake_logger, *([_condition_logger] if conditions else [])]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
     try:
         yield
     finally:
-        _fake_logger.disabled = before
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
 
 
 @contextmanager

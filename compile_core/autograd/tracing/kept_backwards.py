@@ -55,7 +55,7 @@ def keep_backwards(nodes: Iterable[Any], calls: KeptCalls, fake_mode: FakeTensor
         env = fake_mode.shape_env
         assumed = None if env is None else env.num_deferred_runtime_asserts
         try:
-            with quiet_fakes(), _NoMemory():
+            with quiet_fakes(conditions=True), _NoMemory():
                 return backward(context, *gradients)
         except Unsupported:
             raise
