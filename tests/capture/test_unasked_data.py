@@ -181,6 +181,41 @@ def test_explain_tells_the_same() -> None:
     assert gradsplit.explain(loops)(torch.ones(3)).graph_break_count == 1
 
 
+def clamped(x):
+    y = x.exp()
+    if not torch.isfinite(y).all():
+        y = y.clamp(max=1e30)
+    if torch.isinf(y).any() or y.isnan().any():
+        y = y * 0
+    return y * 0.5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_numbers_are_taken_to_be_finite_until_they_are_not(backend, caplog) -> None:
+    with caplog.at_level(logging.WARNING, "gradsplit"):
+        made = check(clamped, [[1, 2], [0, -1]], backend)
+        assert len(made.entries) == 1 and not made.break_reasons and not caplog.records
+        for data in ([1.0, 200], [2.0, 3], [float("nan"), 1], [300.0, 400]):
+            assert_same(made(torch.tensor(data)), clamped(torch.tensor(data)), "results")
+    assert made.break_reasons
+    assert sum("which plain Python did not" in record.message for record in caplog.records) == 1
+
+
+def test_an_input_that_was_changed_before_is_changed_once() -> None:
+    """Nothing is assumed then: the call could not be made again."""
+
+    def program(x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        seen.add_(1)
+        if not torch.isfinite(x).all():
+            x = x.clamp(max=1e30)
+        return x * 2
+
+    made, seen = gradsplit.compile(program, backend="aot_eager"), torch.zeros(1)
+    for data in ([1.0, 2], [1.0, float("inf")], [1.0, 2]):
+        assert_same(made(torch.tensor(data), seen), program(torch.tensor(data), torch.zeros(1)), "results")
+    assert seen.item() == 3 and made.break_reasons
+
+
 def reported(x):
     bad = x > 100
     if bad.any():
