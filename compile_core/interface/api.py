@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gradsplit.compile_core.backends.registry import DEFAULT_BACKEND, GraphBackend
+from gradsplit.compile_core.backends.registry import DEFAULT_BACKEND, GraphBackend, RegionBackend
 from gradsplit.compile_core.capture.directives import compiled_by_torch, leave_alone
 from gradsplit.compile_core.capture.numpy_arrays.numpy_wrapper import form_of_torchs_wrapper
 from gradsplit.compile_core.compiled_calls.capture_findings import CallSettings
@@ -28,6 +28,7 @@ from gradsplit.compile_core.interface.module_compilers import (
 )
 from gradsplit.compile_core.interface.supported_here import say_once, why_nothing_is_compiled
 from gradsplit.compile_core.ir.captured import CapturedGraph
+from gradsplit.compile_core.many_sizes.region_around_data import is_mostly_of_data
 from gradsplit.compile_core.observe.compile_profiler import CompileProfiler
 from gradsplit.compile_core.observe.observer import Observer
 from gradsplit.compile_core.options import compilation_is_off
@@ -153,8 +154,12 @@ def _programs_of(request: CompileRequest) -> ProgramsByCode:
 
 def _new_programs(request: CompileRequest) -> ProgramsByCode:
     backend, cache_limit = request.backend, request.options.cache_size_limit
+    generates_kernels = isinstance(backend, RegionBackend) and not backend.takes_open_sizes
 
     def compile_captured(captured: CapturedGraph, inputs: Sequence[Any]) -> Callable[..., Any]:
+        may_end = captured.end_at_data is not None and not request.fullgraph
+        if may_end and generates_kernels and is_mostly_of_data(captured.module):
+            raise Unsupported("sizes-of-data", "most of the graph has sizes that depend on data")
         failures = request.failures_of(captured, inputs)
         with failures.compiling():
             compiled = compile_for_callers(captured, inputs, request) or compile_graph(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from gradsplit.compile_core.artifact_logs import log_artifact
@@ -30,6 +31,19 @@ CompileRegion = Callable[[Compute], Callable[[], Region]]
 def has_data_sizes(module: GraphModule) -> bool:
     """Whether a graph has a number, or a tensor of a size, that is known only when the graph has read data."""
     return any(map(_gives_data_size, module.graph.nodes))
+
+
+# Of so few operators it matters little which kernels run them.
+_FEW_OPERATORS = 32
+
+
+def is_mostly_of_data(captured: GraphModule) -> bool:
+    """Whether most of what a captured graph computes has sizes that depend on data: behind a break, kernels would be
+    generated for the sizes that come, as many as there may be of them."""
+    examples = [node.meta.get("example_value") for node in captured.graph.nodes if node.op.startswith("call")]
+    tensors = [example for example in examples if isinstance(example, Tensor)]
+    of_data = sum(map(is_sized_by_data, tensors))
+    return of_data > max(len(tensors) // 2, _FEW_OPERATORS)
 
 
 def compile_around_data(

@@ -170,6 +170,19 @@ def test_what_no_stage_has_a_rule_for_is_captured_again(caplog) -> None:
     assert not any("torch's own kernels" in record.message for record in caplog.records)
 
 
+def packed(x):
+    y = x[x.detach() > 0]
+    for _ in range(20):
+        y = (y * 0.5).sin()
+    return y
+
+
+def test_where_most_has_such_sizes_kernels_are_generated_for_them() -> None:
+    for backend, settings in (("triton", {}), ("triton", {"fullgraph": True}), ("aot_eager", {})):
+        made = check(packed, DATA[:2], backend, **settings)
+        assert bool(made.break_reasons) == (backend == "triton" and not settings)
+
+
 def test_backends_of_users_get_no_such_graphs() -> None:
     made = gradsplit.compile(masked, backend=lambda module, inputs: module)
     assert_same(made(torch.ones(3)), masked(torch.ones(3)), "results")

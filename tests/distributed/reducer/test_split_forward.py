@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import gradsplit
 from gradsplit.compile_core.backends.registry import resolve_backend
 from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
 from gradsplit.compile_core.errors import CompileError
@@ -294,3 +295,36 @@ def test_settings_are_checked(settings, message):
 def test_only_ddp_modules_are_compiled_as_such():
     with pytest.raises(TypeError, match="not Linear"):
         compile_ddp(nn.Linear(2, 2))
+
+
+class Chosen(nn.Module):
+    """Of the rows that a first layer gives a second one takes as many as the data says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = layers(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.first(x)
+        return self.second(rows[rows.sum(1) > 0]).sin().sum() + rows.sum() * (x > 0).sum().item()
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda module: DistributedDataParallel(gradsplit.compile(module)),
+        lambda module: gradsplit.compile(DistributedDataParallel(module)),
+    ],
+)
+def test_sizes_that_depend_on_data_end_graphs_of_ddp_modules(one_rank, wrap):
+    module, plain = Chosen(), Chosen()
+    run = wrap(module)
+    for _ in range(3):
+        x = torch.randn(6, 8)
+        losses = [call(x) for call in (run, plain)]
+        for each, loss in zip((module, plain), losses, strict=True):
+            each.zero_grad()
+            loss.backward()
+        torch.testing.assert_close(*losses)
+        for found, expected in zip(module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(found.grad, expected.grad)
