@@ -405,10 +405,7 @@ class Capture(CaptureState):
 
     def stack_trace(self) -> str:
         """The user's lines, outermost first, in the form of a traceback."""
-        lines = []
-        for frame in self.frames:
-            place = frame.location()
-            lines.append(
-                f'  File "{place.filename}", line {place.line}, in {place.function}\n    {place.text}\n'
-            )
-        return "".join(lines)
+        places = [frame.location() for frame in self.frames]
+        return "".join(
+            f'  File "{p.filename}", line {p.line}, in {p.function}\n    {p.text}\n' for p in places
+        )

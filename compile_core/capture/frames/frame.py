@@ -95,6 +95,7 @@ class Frame:
         self.steps = 0
         self.stop_at_step: int | None = None
         self.before_step: Callable[[], None] | None = None
+        self._location: CodeLocation | None = None
         for name in function.code.co_cellvars:
             self.cells[name] = CellValue(arguments.get(name))
         for name, cell in zip(function.code.co_freevars, function.closure, strict=True):
@@ -104,7 +105,9 @@ class Frame:
                 self.locals[name] = value
 
     def location(self) -> CodeLocation:
-        return CodeLocation.of(*self.place())
+        if self._location is None or self._location.line != self.place()[1]:
+            self._location = CodeLocation.of(*self.place())
+        return self._location
 
     def place(self) -> tuple[types.CodeType, int]:
         return self.code.code, self.code.instructions[self.current].line
