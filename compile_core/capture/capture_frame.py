@@ -75,6 +75,7 @@ def capture(
     is_compiled_apart: Callable[[torch.nn.Module], bool] = lambda module: False,
     history: SizeHistory | None = None,
     data_ends: set[Place] | None = None,
+    is_whole: bool = False,
 ) -> CapturedFrame:
     """Capture one call of a function, without running it and without changing anything that the user can see.
 
@@ -91,6 +92,7 @@ def capture(
         history: which sizes and integers are symbolic; it learns from this call. By default all are static.
         data_ends: where data that the program reads end graphs, which this call adds to; by default they do everywhere,
             unless the settings say otherwise.
+        is_whole: the frame is wanted as one graph, or an error.
 
     Returns:
         The captured frame. Where the function cannot be captured its ``runner`` is None and ``break_reason`` says why.
@@ -100,7 +102,7 @@ def capture(
         CompileError: a size that the user marked as dynamic cannot be.
     """
     history = history or SizeHistory(dynamic=False)
-    reads = DataReads(data_ends)
+    reads = DataReads(data_ends, may_end=not is_whole)
     call = _Call(
         function, arguments, is_module_call, cells_argument, original_of, is_compiled_apart, history, reads
     )

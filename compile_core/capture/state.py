@@ -31,7 +31,11 @@ from gradsplit.compile_core.capture.object_model.functions import FunctionValue
 from gradsplit.compile_core.capture.object_model.objects import bind_class_entry
 from gradsplit.compile_core.capture.object_model.opaque import wrap_opaque
 from gradsplit.compile_core.capture.object_model.type_forms import TYPE_FORMS
-from gradsplit.compile_core.capture.open_numbers.conditions import ConditionValue, condition_value
+from gradsplit.compile_core.capture.open_numbers.conditions import (
+    ConditionValue,
+    condition_value,
+    expected_of,
+)
 from gradsplit.compile_core.capture.open_numbers.open_floats import takes_probability
 from gradsplit.compile_core.capture.open_numbers.scalars import (
     check_scalars,
@@ -268,7 +272,7 @@ class Capture(CaptureState):
         held = self.call_tensor_op("call_method", "ne", [tensor, ConstantValue(0)], {})
         held = self.call_tensor_op("call_method", "long", [held], {})
         read: Any = self.call_tensor_op("call_method", "item", [held], {})
-        return ConditionValue(read.number > 0)
+        return ConditionValue(read.number > 0, expected=expected_of(tensor.node))
 
     def assume(self, value: Value, truth: bool) -> bool:
         if isinstance(self.graph, BodyGraph) or any(map(self.graph.is_changed, self.graph.records)):

@@ -388,6 +388,7 @@ class CompiledCode:
                     is_compiled_apart=self.settings.modules_apart.claims,
                     history=history,
                     data_ends=self.settings.data_ends,
+                    is_whole=self.settings.fullgraph,
                 )
         except (CompileError, PlainCall):
             raise

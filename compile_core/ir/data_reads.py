@@ -19,10 +19,12 @@ class DataReads:
 
     Args:
         ends: where that ends graphs, which ``end_graphs`` adds to; None to read none without being asked.
+        may_end: graphs may end; else a decision by data is an error, and its outcome is not guessed.
     """
 
-    def __init__(self, ends: set[Place] | None) -> None:
+    def __init__(self, ends: set[Place] | None, may_end: bool = True) -> None:
         self._ends = ends
+        self.may_end = may_end
         self._found: dict[Place, None] = {}
 
     def __bool__(self) -> bool:

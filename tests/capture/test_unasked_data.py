@@ -214,6 +214,31 @@ def test_numbers_are_taken_to_be_finite_until_they_are_not(backend, caplog) -> N
     assert sum("which plain Python did not" in record.message for record in caplog.records) == 1
 
 
+def padded(x):
+    padding = x < 0
+    has_padding = padding.flatten().any().item()
+    if has_padding:
+        x = x.masked_fill(padding, 7.0)
+    y = x.exp()
+    if not has_padding and torch.all(y > 0):
+        y = y + 1
+    if padding.any():
+        y = y * 3
+    return y * 0.5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_questions_of_all_elements_are_taken_to_be_answered_as_usual(backend, caplog) -> None:
+    """Until a call says otherwise, which is right as well."""
+    with caplog.at_level(logging.WARNING, "gradsplit"):
+        made = check(padded, [[1, 2], [3, 4]], backend)
+        assert len(made.entries) == 1 and not made.break_reasons and not caplog.records
+        for data in ([1.0, 2], [-1.0, 2], [0.0, 1], [-3.0, -1], [2.0, float("nan")]):
+            assert_same(made(torch.tensor(data)), padded(torch.tensor(data)), "results")
+    assert made.break_reasons
+    assert sum("which plain Python did not" in record.message for record in caplog.records) == 1
+
+
 def test_an_input_that_was_changed_before_is_changed_once() -> None:
     """Nothing is assumed then: the call could not be made again."""
 

@@ -21,14 +21,17 @@ from gradsplit.compile_core.torch_facts.symbolic_numbers import depends_on_data,
 class ConditionValue(Value):
     """A comparison of integers of which some depend on data; its truth is only known when the graph runs.
 
-    ``node`` computes it where the graph read it out of a tensor.
+    ``node`` computes it where the graph read it out of a tensor. ``expected`` is what a decision by it assumes.
     """
 
     cls = bool
 
-    def __init__(self, number: torch.SymBool, node: fx.Node | None = None) -> None:
+    def __init__(
+        self, number: torch.SymBool, node: fx.Node | None = None, expected: bool | None = None
+    ) -> None:
         self.number = number
         self.node = node
+        self.expected = expected
 
     def describe(self) -> str:
         return f"the condition {self.number}, which depends on data"
@@ -52,6 +55,8 @@ class ConditionValue(Value):
             known = decision_by(state, node, bool, shown) if isinstance(node, fx.Node) else bool(node)
         if known is None:
             known = self._of_what_is_not_empty(state)
+        if known is None:
+            known = assumed(state, self, self.expected)
         if known is None:
             raise state.unsupported(
                 "data-dependent-branch",
@@ -93,5 +98,25 @@ def combined(function: Any, *sides: Value) -> Value | None:
     numbers = [
         side.number if isinstance(side, ConditionValue) else getattr(side, "value", None) for side in sides
     ]
-    known = all(isinstance(number, (bool, torch.SymBool)) for number in numbers)
-    return condition_value(function(*numbers)) if known else None
+    if not all(isinstance(number, (bool, torch.SymBool)) for number in numbers):
+        return None
+    value = condition_value(function(*numbers))
+    expected = [side.expected if isinstance(side, ConditionValue) else side.as_constant() for side in sides]
+    if isinstance(value, ConditionValue) and None not in expected:
+        value.expected = bool(function(*expected))
+    return value
+
+
+def expected_of(node: fx.Node) -> bool | None:
+    """What programs expect to hear that ask a question of all elements of a tensor at once, as whether any is not
+    finite, or padding, before they treat it: that all are as they should be, or none as it should not."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return {"all": True, "any": False}.get(name)
+
+
+def assumed(state: CaptureState, value: Value, expected: bool | None) -> bool | None:
+    """``expected`` if it may be assumed, here and unasked, which a check in the graph says otherwise of; else None."""
+    reads = state.data_reads
+    if expected is None or not reads.may_end or not reads.may_stay(state.frames[-1].place()):
+        return None
+    return expected if state.assume(value, expected) else None

@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.fx import Node
 
+from gradsplit.compile_core.capture.open_numbers.conditions import assumed, expected_of
 from gradsplit.compile_core.capture.open_numbers.drawn_ends import ends_of_draw
 from gradsplit.compile_core.capture.open_numbers.known_numbers import constant_in, decision_by
 from gradsplit.compile_core.capture.open_numbers.scalars import (
@@ -73,27 +73,9 @@ def _truth(state: CaptureState, tensor: TensorValue, decides: bool = True) -> Va
     known = decision_by(state, tensor.node, bool, f"bool({tensor.describe()})")
     if known is not None:
         return ConstantValue(known)
-    if decides and (finite := _if_finite(state, tensor)) is not None:
-        return ConstantValue(finite)
+    if decides and (known := assumed(state, tensor, expected_of(tensor.node))) is not None:
+        return ConstantValue(known)
     return state.read_truth(tensor) if _reads_symbols(state, tensor, decides) else None
-
-
-# What is asked of numbers, by the function that asks it of each: the answer where all are finite.
-_OF_FINITE = {"isfinite": ("all", True), "isinf": ("any", False), "isnan": ("any", False)}
-
-
-def _if_finite(state: CaptureState, tensor: TensorValue) -> bool | None:
-    """The answer to a question whether numbers are finite, which is assumed to be yes; None of another."""
-    asked = tensor.node.args[0] if tensor.node.args else None
-    name = _name(asked) if isinstance(asked, Node) else ""
-    how, answer = _OF_FINITE.get(name, ("", False))
-    if _name(tensor.node) != how or not state.data_reads.may_stay(state.frames[-1].place()):
-        return None
-    return answer if state.assume(tensor, answer) else None
-
-
-def _name(node: Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
 @method_rule("__float__")
