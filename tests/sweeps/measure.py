@@ -410,24 +410,31 @@ def _largest(value: Tensor) -> float:
     return _distance(torch.zeros_like(value), value.nan_to_num())
 
 
+_LOGGED = ("torch's own kernels", "plain Python", "is a bug of it", "the graph raised")
+_LOGGED_AS_INFORMATION = ("captured again, with data",)
+
+
 @contextlib.contextmanager
 def _reported(result: Result) -> Iterator[None]:
     """Notes graphs that run with torch's own kernels, and calls that are made again, as breaks of ours."""
 
     class Notes(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            text = record.getMessage()
-            for known in ("torch's own kernels", "plain Python", "is a bug of it", "the graph raised"):
+            text, is_warning = record.getMessage(), record.levelno >= logging.WARNING
+            for known in _LOGGED if is_warning else _LOGGED_AS_INFORMATION:
                 if known in text and "is not captured in full" not in text:
                     shown = f"log: {' '.join(text.split())[:300]}"
                     result.breaks[shown] = result.breaks.get(shown, 0) + 1
                     break
 
     handler, logger = Notes(), logging.getLogger("gradsplit")
+    level = logger.level
     logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     try:
         yield
     finally:
+        logger.setLevel(level)
         logger.removeHandler(handler)
 
 
