@@ -69,7 +69,7 @@ def reads_memory_order(graph: torch.fx.Graph, draws_own_numbers: bool) -> bool:
 def _reads_memory_order(node: torch.fx.Node, draws_own_numbers: bool) -> bool:
     target = node.target
     tensors = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
-    if not any(sum(size != 1 for size in tensor.shape) > 1 for tensor in tensors):
+    if not any(sum(_may_be_more(size) for size in tensor.shape) > 1 for tensor in tensors):
         return False
     if isinstance(target, KeptCall):
         return True
@@ -78,6 +78,11 @@ def _reads_memory_order(node: torch.fx.Node, draws_own_numbers: bool) -> bool:
     if target.namespace not in _KNOWN_NAMESPACES or target.overloadpacket in _READERS_OF_MEMORY:
         return True
     return draws_in_memory_order(node) and (not draws_own_numbers or node.kwargs.get("generator") is not None)
+
+
+def _may_be_more(size: int | torch.SymInt) -> bool:
+    """Whether a dim may have several elements, without a condition on a size that is open."""
+    return not isinstance(size, int) or size != 1
 
 
 def convolution(input: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Any:
