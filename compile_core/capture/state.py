@@ -36,6 +36,7 @@ from gradsplit.compile_core.capture.open_numbers.conditions import (
     condition_value,
     expected_of,
 )
+from gradsplit.compile_core.capture.open_numbers.known_numbers import constant_in
 from gradsplit.compile_core.capture.open_numbers.open_floats import takes_probability
 from gradsplit.compile_core.capture.open_numbers.scalars import (
     check_scalars,
@@ -243,16 +244,22 @@ class Capture(CaptureState):
             if error.reason_id != "no-fake-result":
                 raise
             # Where torch takes a number it reads one out of a tensor, as out of the learning rate of an optimizer.
-            given = [*args[1:], *kwargs.values()]
+            tensors = 0 if target in device_constructors() else 1
+            given = [*args[tensors:], *kwargs.values()]
             if not any(map(is_number_in_tensor, given)):
                 allowed = self._depending_on_data()
                 if allowed is None:
                     raise
                 with allowed:
                     return self._record(op, target, graph_args, graph_kwargs)
-            read = [read_scalar(self, value) if is_number_in_tensor(value) else value for value in given]
-            named = dict(zip(kwargs, read[len(args) - 1 :], strict=True))
-            return self.call_tensor_op(op, target, [*args[:1], *read[: len(args) - 1]], named)
+            read = [self._number_in(value) if is_number_in_tensor(value) else value for value in given]
+            others = len(args) - tensors
+            named = dict(zip(kwargs, read[others:], strict=True))
+            return self.call_tensor_op(op, target, [*args[:tensors], *read[:others]], named)
+
+    def _number_in(self, tensor: TensorValue) -> Value:
+        known = constant_in(self, tensor.node)
+        return read_scalar(self, tensor) if known is None else ConstantValue(known)
 
     def _depending_on_data(self) -> AbstractContextManager[Any] | None:
         """Inside, fake tensors give new symbols for the numbers and sizes that they cannot tell; None where the

@@ -214,6 +214,25 @@ def test_numbers_are_taken_to_be_finite_until_they_are_not(backend, caplog) -> N
     assert sum("which plain Python did not" in record.message for record in caplog.records) == 1
 
 
+def positions(x):
+    places = torch.arange(0, x.shape[0], dtype=torch.int64, device=x.device).to(x.dtype)
+    pooled = torch.cat([places.new_tensor([-1]), places[1:-1][::2]], 0)
+    far, near = pooled[0] - places[0] + 2 * pooled.shape[0], pooled[0] - places[-1]
+    return torch.arange(far, near - 1, -2, dtype=torch.long, device=x.device) * x.sum()
+
+
+def changed_positions(x):
+    places = torch.arange(0, x.shape[0])
+    places[1:].add_(1)
+    return torch.arange(places[0] + 1, places[-1]) * x.sum()
+
+
+@pytest.mark.parametrize("program", [positions, changed_positions])
+def test_ends_of_ranges_that_the_program_makes_of_constants(program) -> None:
+    """As relative positions are, in tensors of several elements."""
+    check(program, [[1, 2, 3, 4, 5, 6], [3, 1, 2, 5, 4, 6]], "eager", fullgraph=program is positions)
+
+
 def padded(x):
     padding = x < 0
     has_padding = padding.flatten().any().item()

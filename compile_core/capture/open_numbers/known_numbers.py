@@ -28,6 +28,12 @@ from gradsplit.compile_core.capture.values.view_copies import memory_of
 
 _MOST_STEPS = 48
 _MAKERS = (torch.tensor, torch.zeros, torch.ones, torch.full)
+# What gives the same on every device, so that it may be asked of short tensors of a GPU, too.
+_ALIKE = frozenset([
+    *_MAKERS, torch.arange, torch.cat, operator.getitem, operator.add, operator.sub, operator.mul, operator.neg,
+    *("to", "float", "new_tensor", "clone", "detach", "item"),
+])  # fmt: skip
+_MOST_ELEMENTS = 4096
 _READING = ["item", "clone", "detach", "to", "float", "double", "neg", "sqrt", "add", "sub", "mul"]
 _COMPARING = ["eq", "ne", "lt", "le", "gt", "ge"]
 _CHANGING = ["add_", "sub_", "mul_", "div_", "fill_", "zero_", "copy_"]
@@ -166,7 +172,9 @@ def _step_of(node: Node, needed: set[Node]) -> _Step | None:
         kept = [item for item in node.args[0] if item in needed]  # type: ignore[union-attr]
         return target, _with_results((kept, *node.args[1:])), _with_results(dict(node.kwargs)), node.name
     is_number = isinstance(example, (bool, int, float)) or _is_scalar(example)
-    if isinstance(target, str):
+    if target in _ALIKE and (is_number or _is_short(example)):
+        is_number = is_known = True
+    elif isinstance(target, str):
         is_known = target in _METHODS
     else:
         is_known = target in _FUNCTIONS or getattr(target, "__module__", None) == "_operator"
@@ -176,10 +184,14 @@ def _step_of(node: Node, needed: set[Node]) -> _Step | None:
 
 
 def _with_results(arguments: Any) -> Any:
-    def result(node: Node) -> Any:
-        return _Result(node.name)
+    """With results of other nodes by name, and all on the CPU."""
 
-    return map_arg(arguments, result)
+    def result(argument: Any) -> Any:
+        if isinstance(argument, torch.device):
+            return torch.device("cpu")
+        return _Result(argument.name) if isinstance(argument, Node) else argument
+
+    return map_aggregate(arguments, result)
 
 
 def _is_scalar(tensor: Any) -> bool:
@@ -187,6 +199,12 @@ def _is_scalar(tensor: Any) -> bool:
     if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu":
         return False
     return all(type(size) is int and size == 1 for size in tensor.shape)
+
+
+def _is_short(tensor: Any) -> bool:
+    if not isinstance(tensor, torch.Tensor) or any(type(size) is not int for size in tensor.shape):
+        return False
+    return tensor.numel() <= _MOST_ELEMENTS
 
 
 def _is_number(node: Node, real: Any) -> bool:
