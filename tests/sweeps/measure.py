@@ -238,6 +238,7 @@ def _run_plain(model: nn.Module, inputs: Any, setting: Setting) -> tuple[Values,
 def _measure_calls(
     compile: Compile, model: nn.Module, inputs: Any, setting: Setting, result: Result
 ) -> list[Values]:
+    torch._dynamo.utils.counters.clear()
     module = copy.deepcopy(model)
     call = compile(module, setting, result, False)
     found, seconds = [], []
@@ -470,7 +471,6 @@ def _compiled_by_torch(model: nn.Module, setting: Setting, result: Result, draws
     inductor_config.force_disable_caches, inductor_config.compile_threads = True, 1
     inductor_config.fallback_random = draws_as_plain
     torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     backend = torch._dynamo.lookup_backend(setting.backend or "inductor")
 
     def counting(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
