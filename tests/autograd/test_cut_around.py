@@ -11,21 +11,13 @@ from torch import Tensor, nn
 import gradsplit
 from gradsplit.compile_core import pipeline
 from gradsplit.compile_core.errors import Unsupported
+from tests.programs.grouped_products import fake_product_of_groups, product_of_groups
 
-
-@torch.library.custom_op("gradsplit_tests::unseen_product", mutates_args=())
-def unseen_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Each group of rows times a matrix of its own; the backward reads where the groups end from memory."""
-    result, begin = rows.new_zeros(rows.shape[0], weights.shape[2]), 0
-    for k, end in enumerate(ends.tolist()):
-        result[begin:end] = rows[begin:end] @ weights[k]
-        begin = end
-    return result
-
-
-@unseen_product.register_fake
-def _(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    return rows.new_empty(rows.shape[0], weights.shape[2])
+# Its backward reads from memory where the groups end.
+unseen_product = torch.library.custom_op(
+    "gradsplit_tests::unseen_product", product_of_groups, mutates_args=()
+)
+unseen_product.register_fake(fake_product_of_groups)
 
 
 def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:

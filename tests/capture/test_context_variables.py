@@ -13,7 +13,7 @@ from gradsplit.compile_core.errors import Unsupported
 
 SCALE = contextvars.ContextVar("scale", default=2)
 OTHER: contextvars.ContextVar = contextvars.ContextVar("other")
-LOG = contextvars.ContextVar("log", default=[])  # noqa: B039
+LOG = contextvars.ContextVar("log", default=[])  # noqa: B039  (that all contexts share the list is what is tested)
 
 
 def reads(x):

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 
-@torch.library.custom_op("gradsplit_tests::grouped_product", mutates_args=())
-def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+def product_of_groups(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Each group of rows times a matrix of its own."""
     result, begin = rows.new_zeros(rows.shape[0], weights.shape[2]), 0
     for k, end in enumerate(ends.tolist()):
@@ -18,9 +17,14 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return result
 
 
-@grouped_product.register_fake
-def _(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+def fake_product_of_groups(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return rows.new_empty(rows.shape[0], weights.shape[2])
+
+
+grouped_product = torch.library.custom_op(
+    "gradsplit_tests::grouped_product", product_of_groups, mutates_args=()
+)
+grouped_product.register_fake(fake_product_of_groups)
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:

@@ -15,22 +15,14 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from gradsplit.compile_core.autograd.captured_graphs.replace_calls import copy_module
+from gradsplit.compile_core.autograd.captured_graphs.replace_calls import replace_each
 from gradsplit.compile_core.ir.numbers import expression_of
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
 
 def choose_by_masks(module: GraphModule) -> GraphModule:
     """The captured graph without such stores; ``module`` itself stays as it is."""
-    if not any(_choice(node) for node in module.graph.nodes):
-        return module
-    made = copy_module(module)
-    for node in made.graph.nodes:
-        choice = _choice(node)
-        if choice is not None:
-            node.op, node.target = "call_function", choice
-    made.recompile()
-    return made
+    return replace_each(module, _choice)
 
 
 def _set(x: Tensor, key: Any, value: Tensor) -> None:

@@ -14,20 +14,12 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.nn import functional
 
-from gradsplit.compile_core.autograd.captured_graphs.replace_calls import copy_module
+from gradsplit.compile_core.autograd.captured_graphs.replace_calls import replace_each
 
 
 def draw_uniform(module: GraphModule) -> GraphModule:
     """The captured graph without such operators; ``module`` itself stays as it is."""
-    if not any(_replacement(node) for node in module.graph.nodes):
-        return module
-    made = copy_module(module)
-    for node in made.graph.nodes:
-        replacement = _replacement(node)
-        if replacement is not None:
-            node.op, node.target = "call_function", replacement
-    made.recompile()
-    return made
+    return replace_each(module, _replacement)
 
 
 def _replacement(node: Node) -> Callable[..., Tensor] | None:

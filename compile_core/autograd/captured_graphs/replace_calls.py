@@ -17,16 +17,34 @@ def replace_calls(module: GraphModule, replacements: Mapping[Any, Callable[..., 
     The bodies of control flow that data decide stay as they are: they are traced apart.
     """
 
-    def replace_own(module: GraphModule) -> GraphModule:
-        if not any(_is_replaced(node, replacements) for node in module.graph.nodes):
-            return module
-        replaced = copy_module(module)
-        for node in replaced.graph.nodes:
-            if _is_replaced(node, replacements):
-                node.target = replacements[node.target]
-        return replaced
+    def replacement(node: Node) -> Callable[..., Any] | None:
+        return replacements.get(node.target) if node.op == "call_function" else None
 
-    return rewrite_with_bodies(module, replace_own)
+    return rewrite_with_bodies(module, lambda module: _with_targets(module, replacement))
+
+
+def replace_each(
+    module: GraphModule, replacement: Callable[[Node], Callable[..., Any] | None]
+) -> GraphModule:
+    """A copy of ``module``, its bodies aside, where each call runs its ``replacement`` if it has one; itself where none
+    has."""
+    replaced = _with_targets(module, replacement)
+    if replaced is not module:
+        replaced.recompile()
+    return replaced
+
+
+def _with_targets(
+    module: GraphModule, replacement: Callable[[Node], Callable[..., Any] | None]
+) -> GraphModule:
+    found = [replacement(node) for node in module.graph.nodes]
+    if all(target is None for target in found):
+        return module
+    replaced = copy_module(module)
+    for node, target in zip(replaced.graph.nodes, found, strict=True):
+        if target is not None:
+            node.op, node.target = "call_function", target
+    return replaced
 
 
 def rewrite_with_bodies(module: GraphModule, rewrite: Callable[[GraphModule], GraphModule]) -> GraphModule:
@@ -61,10 +79,6 @@ def copy_module(module: GraphModule) -> GraphModule:
     copied = copy.copy(module)
     copied.graph = copy.deepcopy(module.graph)
     return copied
-
-
-def _is_replaced(node: Node, replacements: Mapping[Any, Callable[..., Any]]) -> bool:
-    return node.op == "call_function" and node.target in replacements
 
 
 def _is_body(module: GraphModule, node: Node) -> bool:
