@@ -132,6 +132,16 @@ def test_parts_that_nobody_reads_any_more_are_left_out() -> None:
     assert _moved_buffers(program) == (2, 1)
 
 
+def test_parts_that_nobody_reads_any_more_are_not_joined() -> None:
+    """The one part that is read goes into its reader; what the others would store, nobody reads then."""
+
+    def function(weight: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
+        joined = torch.cat([part.flatten(1) for part in parts], 1)
+        return (joined[:, 8:16] * weight).sum(-1, keepdim=True)
+
+    assert len(nests(check(function, torch.randn(6, 8), *(torch.randn(6, 4, 2) for _ in range(4))))) == 1
+
+
 def test_windows_are_not_added_up_anew_in_each_walk_over_a_row() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(WINDOW_SUMS(x, [3, 3], [1, 1], [1, 1]), (8, 8))

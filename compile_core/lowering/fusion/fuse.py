@@ -238,6 +238,8 @@ class _Fusion:
                 if self.order.must_follow(other, first):
                     raise NoMatchError(f"{_step_name(self.steps[other])} must run between them")
             joined = self._without_unread(self._joined_nest(earlier, later), {first, second})
+            if not writes(joined):
+                raise NoMatchError("nobody reads what they compute any more")
             if joined.reduced_axes and (_reads_windows(earlier) or _reads_windows(later)):
                 raise NoMatchError("each walk over a row would read its windows anew")
             if not shares_points(joined) and self._device(joined).type == "cpu":
