@@ -171,7 +171,7 @@ def compile_module(
             to the conditions that the stages add to the ShapeEnv of open sizes.
         inputs: the real tensors and numbers of the first call.
         held: positions of those that stay as they are from call to call.
-        may_fail: the graph is captured in another way where a stage has no rule for it.
+        may_fail: the graph is captured in another way where it does not go through all stages as a whole.
 
     Raises:
         Unsupported: a stage has no rule for a graph that ``may_fail``.
@@ -188,6 +188,9 @@ def compile_module(
         refuse_changes_of_what_is_saved(module)
         pieces = cut_at_results(module, examples) if options.linked_results else []
         if len(pieces) > 1:
+            if may_fail:
+                # An earlier piece would have changed inputs by the time that a later one finds a check to fail.
+                raise Unsupported("linked-results", "data are read in a graph that is computed in pieces")
             return compile_pieces(module, pieces, backend=backend, options=options)
         return compile_stages(
             module, examples, inputs, backend=backend, options=options, planner=planner, held=held
@@ -204,7 +207,7 @@ def compile_module(
         record("fallback", lambda reason=reason: {"reason": str(reason)})
         return module
     except Exception as error:
-        if not config.suppress_errors:
+        if may_fail or not config.suppress_errors:
             error.add_note(f"raised while the backend {backend.name!r} compiled a graph")
             raise
         logger.warning(

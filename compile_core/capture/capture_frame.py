@@ -40,7 +40,7 @@ from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.wrap import wrap_cell
 from gradsplit.compile_core.errors import CompileError, Unsupported
 from gradsplit.compile_core.ir.captured import CapturedFrame, verify_captured_graph
-from gradsplit.compile_core.ir.data_reads import DataReads, Place
+from gradsplit.compile_core.ir.data_reads import DataEnds, DataReads
 from gradsplit.compile_core.ir.sources import ConvertedSource, ItemSource, LocalSource, Source
 from gradsplit.compile_core.torch_facts.fake_tensors import quiet_fakes
 from gradsplit.compile_core.torch_facts.thread_state import set_grad_enabled
@@ -74,7 +74,7 @@ def capture(
     original_of: Callable[[Any], Any] = lambda value: value,
     is_compiled_apart: Callable[[torch.nn.Module], bool] = lambda module: False,
     history: SizeHistory | None = None,
-    data_ends: set[Place] | None = None,
+    data_ends: DataEnds | None = None,
     is_whole: bool = False,
 ) -> CapturedFrame:
     """Capture one call of a function, without running it and without changing anything that the user can see.

@@ -93,7 +93,7 @@ class Capture(CaptureState):
         data_reads: DataReads,
     ) -> None:
         sizes = SymbolicSizes(history, self.location)
-        super().__init__(OutputGraph(sizes), SideEffects(), sizes, data_reads)
+        super().__init__(OutputGraph(sizes, data_reads), SideEffects(), sizes, data_reads)
         self._original_of = original_of
         self._is_compiled_apart = is_compiled_apart
         self.generators: list[GeneratorValue] = []
@@ -282,7 +282,7 @@ class Capture(CaptureState):
         return ConditionValue(read.number > 0, expected=expected_of(tensor.node))
 
     def assume(self, value: Value, truth: bool) -> bool:
-        if isinstance(self.graph, BodyGraph) or any(map(self.graph.is_changed, self.graph.records)):
+        if isinstance(self.graph, BodyGraph) or not self.graph.may_check():
             return False
         try:
             if isinstance(value, TensorValue):

@@ -17,6 +17,7 @@ from gradsplit.compile_core.compiled_calls.call_targets import ModulesApart
 from gradsplit.compile_core.compiled_calls.entry_table import EntryTable, GuardFailure, RunGraph
 from gradsplit.compile_core.errors import CodeLocation, CompileError, InternalError, Unsupported
 from gradsplit.compile_core.ir.captured import CapturedFrame, CapturedGraph
+from gradsplit.compile_core.ir.data_reads import DataEnds
 from gradsplit.compile_core.observe.describe import describe_code, describe_place
 from gradsplit.compile_core.observe.observer import Observer
 from gradsplit.compile_core.run_record import record
@@ -39,7 +40,7 @@ class CallSettings:
     observer: Observer | None
     modules_apart: ModulesApart
     # Where data that the program reads end graphs; None where they do everywhere.
-    data_ends: set[Any] | None = None
+    data_ends: DataEnds | None = None
 
     @property
     def limit(self) -> int:

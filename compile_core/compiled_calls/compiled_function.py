@@ -33,6 +33,7 @@ from gradsplit.compile_core.compiled_calls.compiled_code import CompiledCode, Pr
 from gradsplit.compile_core.compiled_calls.entry_table import Entry, EntryTable
 from gradsplit.compile_core.compiled_calls.hooked_modules import has_hooks
 from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.ir.data_reads import DataEnds
 from gradsplit.compile_core.observe.observer import Observer
 from gradsplit.compile_core.torch_facts.apart_from_torch_compile import apart_from_torch_compile
 from gradsplit.compile_core.torch_facts.torchs_stance import stance
@@ -68,7 +69,7 @@ class CompiledFunction(Compiled):
             ``config.cache_size_limit`` at the time.
         observer: is called at captures and misses, also at those of continuations and callees.
         modules_apart: modules among what it calls that have a compiled form of their own, and no part in its graphs.
-        keeps_data: numbers and sizes that depend on data may stay in graphs without being asked.
+        data_ends: where numbers and sizes that depend on data end graphs; by default they do unless somebody asked.
         programs: what was compiled under these very settings already, shared with other functions.
 
     Attributes:
@@ -85,14 +86,13 @@ class CompiledFunction(Compiled):
         cache_limit: int | None = None,
         observer: Observer | None = None,
         modules_apart: ModulesApart | None = None,
-        keeps_data: bool = False,
+        data_ends: DataEnds | None = None,
         programs: ProgramsByCode | None = None,
     ) -> None:
         fn = original_of(fn)
         self.original = fn
         apart = modules_apart or ModulesApart()
-        ends = set[Any]() if keeps_data else None
-        settings = CallSettings(compile_graph, fullgraph, dynamic, cache_limit, observer, apart, ends)
+        settings = CallSettings(compile_graph, fullgraph, dynamic, cache_limit, observer, apart, data_ends)
         self._programs = programs or ProgramsByCode(settings)
         self._called_forward = CalledForward(fn) if isinstance(fn, torch.nn.Module) else None
         self._forms: list[_Form] = []

@@ -17,6 +17,7 @@ from gradsplit.compile_core.compiled_calls.compiled_module import CompiledModule
 from gradsplit.compile_core.errors import InternalError
 from gradsplit.compile_core.interface.module_compilers import claim
 from gradsplit.compile_core.ir.captured import CapturedFrame, CapturedGraph
+from gradsplit.compile_core.ir.data_reads import DataEnds
 from gradsplit.compile_core.ir.schedule import Compute
 from gradsplit.compile_core.lowering.fusion.fuse import fuse
 from gradsplit.compile_core.lowering.graph_to_loops.extern_rules import fallback_calls
@@ -57,7 +58,7 @@ def explain(f: Callable[..., Any], *extra_args: Any, **extra_kwargs: Any) -> Any
             f._orig_mod if isinstance(f, CompiledModule) else f,
             seen.compile_graph,
             observer=seen,
-            keeps_data=True,
+            data_ends=DataEnds(changes_last=True),
         )
         compiled(*args, **kwargs)
         return seen.explanation(print_times(stopwatch.seconds()))

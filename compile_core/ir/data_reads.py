@@ -9,9 +9,24 @@ comes to end graphs, the graph is captured anew.
 from __future__ import annotations
 
 import types
+from dataclasses import dataclass, field
 
 # A line of a program's code.
 Place = tuple[types.CodeType, int]
+
+
+@dataclass
+class DataEnds:
+    """Where data that the program reads end graphs, of all that is compiled in the same way.
+
+    Attributes:
+        places: those found so far.
+        changes_last: what a graph with such data changes of what it was given, it changes when all else is computed. So
+            a check that fails, wherever it is, leaves that as it was.
+    """
+
+    changes_last: bool
+    places: set[Place] = field(default_factory=set)
 
 
 class DataReads:
@@ -22,7 +37,7 @@ class DataReads:
         may_end: graphs may end; else a decision by data is an error, and its outcome is not guessed.
     """
 
-    def __init__(self, ends: set[Place] | None, may_end: bool = True) -> None:
+    def __init__(self, ends: DataEnds | None, may_end: bool = True) -> None:
         self._ends = ends
         self.may_end = may_end
         self._found: dict[Place, None] = {}
@@ -30,9 +45,14 @@ class DataReads:
     def __bool__(self) -> bool:
         return bool(self._found)
 
+    @property
+    def changes_last(self) -> bool:
+        """Whether the graph, which has read data, changes what it was given last; see ``DataEnds``."""
+        return self._ends is not None and self._ends.changes_last and bool(self._found)
+
     def may_stay(self, place: Place) -> bool:
         """Whether what is read here may stay in the graph, which then has it."""
-        stays = self._ends is not None and place not in self._ends
+        stays = self._ends is not None and place not in self._ends.places
         if stays:
             self._found[place] = None
         return stays
@@ -40,10 +60,14 @@ class DataReads:
     def end_graphs(self) -> None:
         """Ends graphs at all places of this capture from now on."""
         if self._ends is not None:
-            self._ends.update(self._found)
+            self._ends.places.update(self._found)
         self._found.clear()
 
     def guard(self) -> tuple[str, list[object], str]:
         """Condition, constants and text of the guard that none of the places ends graphs."""
         ended = "no value that data decide was needed where this graph but computes with it"
-        return "{c0}.isdisjoint({c1})", [self._ends, tuple(self._found)], ended
+        return (
+            "{c0}.isdisjoint({c1})",
+            [None if self._ends is None else self._ends.places, tuple(self._found)],
+            ended,
+        )

@@ -3,6 +3,7 @@ where it does, the graph ends where the data were read, as often as without."""
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import gradsplit
 from gradsplit.compile_core.capture import capture
 from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
+from gradsplit.compile_core.ir.data_reads import DataEnds
 from tests.capture.same_as_plain import assert_same, run_once, twin_of
 
 BACKENDS = ["eager", "aot_eager", "triton"]
@@ -99,11 +101,11 @@ def test_a_value_that_is_needed_ends_the_graph_where_it_was_read(program) -> Non
 
 
 def test_places_that_end_graphs_are_found_once(monkeypatch) -> None:
-    ends: set[Any] = set()
+    ends = DataEnds(changes_last=False)
     for data in DATA[:2]:
         captured = capture(loops, (torch.tensor(data, dtype=torch.float32),), data_ends=ends)
         assert captured.break_reason is not None
-        assert len(ends) == 1
+        assert len(ends.places) == 1
 
 
 def summed(x):
@@ -258,8 +260,10 @@ def test_questions_of_all_elements_are_taken_to_be_answered_as_usual(backend, ca
     assert sum("which plain Python did not" in record.message for record in caplog.records) == 1
 
 
-def test_an_input_that_was_changed_before_is_changed_once() -> None:
-    """Nothing is assumed then: the call could not be made again."""
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_input_that_was_changed_before_is_changed_once(backend) -> None:
+    """What is traced changes its inputs last. Where the captured graph itself runs, nothing is assumed after a change,
+    as the call could not be made again."""
 
     def program(x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         seen.add_(1)
@@ -267,10 +271,40 @@ def test_an_input_that_was_changed_before_is_changed_once() -> None:
             x = x.clamp(max=1e30)
         return x * 2
 
-    made, seen = gradsplit.compile(program, backend="aot_eager"), torch.zeros(1)
+    made, seen = gradsplit.compile(program, backend=backend), torch.zeros(1)
     for data in ([1.0, 2], [1.0, float("inf")], [1.0, 2]):
         assert_same(made(torch.tensor(data), seen), program(torch.tensor(data), torch.zeros(1)), "results")
+        if seen.item() == 1:
+            assert bool(made.break_reasons) == (backend == "eager")
     assert seen.item() == 3 and made.break_reasons
+
+
+def normalised(x, norm, inner):
+    x = norm(x)
+    chosen = x[x[:, 0] > 0]
+    if chosen.numel() == 0:
+        return x * 0
+    return inner(x) + chosen.exp().sum(0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_running_statistics_before_a_check_that_fails(backend) -> None:
+    """Batch norms before it and behind it count such a call once."""
+    torch.manual_seed(0)
+    norms = [torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3)]
+    plain, made = copy.deepcopy(norms), gradsplit.compile(normalised, backend=backend)
+    for factor in (1.0, 2.0, 0.0, 3.0):
+        x = torch.randn(6, 3) * factor
+        results = [made(x, *norms), normalised(x, *plain)]
+        assert_same(*results, "results")
+        for norm, expected in zip(norms, plain, strict=True):
+            assert_same(norm.state_dict(), expected.state_dict(), "statistics")
+            gradients = [
+                torch.autograd.grad(result.square().sum(), each.weight, retain_graph=True, allow_unused=True)
+                for result, each in zip(results, (norm, expected), strict=True)
+            ]
+            assert_same(*gradients, "gradients")
+        assert bool(made.break_reasons) == (backend == "eager" or norms[0].num_batches_tracked > 3)
 
 
 def reported(x):

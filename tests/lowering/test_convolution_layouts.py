@@ -19,6 +19,7 @@ from gradsplit.compile_core.autograd.trace_joint import trace_joint
 from gradsplit.compile_core.backends import aot_eager
 from gradsplit.compile_core.backends.registry import RegionBackend
 from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
+from gradsplit.compile_core.ir.data_reads import DataEnds
 from gradsplit.compile_core.lowering.decompositions.convolution_layouts import (
     convolution_backward,
     reads_memory_order,
@@ -148,7 +149,7 @@ def compiled_as_on_a_gpu(program, keeps_data=False):
     )
     options = parse_options(None, {"fallback_random": True})
     compile_captured = functools.partial(compile_graph, backend=backend, options=options)
-    return CompiledFunction(program, compile_captured, keeps_data=keeps_data)
+    return CompiledFunction(program, compile_captured, data_ends=DataEnds(True) if keeps_data else None)
 
 
 def _tokens(x):

@@ -34,6 +34,7 @@ from gradsplit.compile_core.capture.values.base import PlainCall
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.captured import CapturedGraph, GraphInput, InputKind
 from gradsplit.compile_core.ir.data_checks import check_assumption
+from gradsplit.compile_core.ir.data_reads import DataReads
 from gradsplit.compile_core.ir.number_nodes import number_node
 from gradsplit.compile_core.ir.numbers import symbols_of
 from gradsplit.compile_core.ir.sources import LocalSource, ModuleEntrySource, Source, path_words
@@ -82,8 +83,9 @@ class OutputGraph:
     or an input where the program was given the number.
     """
 
-    def __init__(self, sizes: SymbolicSizes) -> None:
+    def __init__(self, sizes: SymbolicSizes, data_reads: DataReads) -> None:
         self.graph = fx.Graph()
+        self.data_reads = data_reads
         self.fake_mode = sizes.fake_mode
         self.sizes = sizes
         self.records: list[InputRecord] = []
@@ -311,6 +313,10 @@ class OutputGraph:
         self.write_checks()
         return node
 
+    def may_check(self) -> bool:
+        """Whether a check that fails here leaves what the graph was given as it was."""
+        return self.data_reads.changes_last or not any(map(self.is_changed, self.records))
+
     def write_checks(self) -> None:
         """Write what has been assumed of numbers that depend on data since this was last done.
 
@@ -319,7 +325,7 @@ class OutputGraph:
         """
         env = self.fake_mode.shape_env
         assertions = [] if env is None else self.data_sizes.new_assertions(env)
-        if assertions and any(map(self.is_changed, self.records)):
+        if assertions and not self.may_check():
             raise Unsupported(
                 "data-dependent-size",
                 f"{assertions[0]} is assumed of data after an input was changed in place",

@@ -36,7 +36,7 @@ class BodyGraph(OutputGraph):
     """The graph of a body inside ``outer``. ``lifted`` are the outer nodes that it reads, with its placeholders."""
 
     def __init__(self, outer: OutputGraph) -> None:
-        super().__init__(outer.sizes)
+        super().__init__(outer.sizes, outer.data_reads)
         self.outer = outer
         self.node_of_source = outer.node_of_source
         self.data_sizes = DataSizes(outer.data_sizes)
