@@ -339,6 +339,31 @@ def test_a_number_drawn_for_a_choice() -> None:
         )
 
 
+def averaged(x):
+    found = (x > 0).sum()
+    return x / max(1, found), x.sin().sum() * min(found, 3)
+
+
+def counted(x):
+    return x, max((x > 0).sum(), 2) - 1
+
+
+def told_apart(x):
+    found = max(1, (x > 0).sum())
+    return (x.long() * found, x) if isinstance(found, int) else (x, found)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_greater_of_a_number_and_a_tensor(backend) -> None:
+    """To tensors of floats both do the same; where the program may tell them apart, it decides as plain Python."""
+    few = [[-1, -2, -3], [1, -2, 3], [-1, -2, 3], [5, 1, 2]]
+    sums = [data[:2] for data in few]  # another size
+    assert not check(averaged, [*few, *sums], backend).break_reasons
+    for program in (counted, told_apart):
+        made = check(program, few, backend)
+        assert made.break_reasons
+
+
 def test_numbers_of_constants_are_known() -> None:
     def program(x: torch.Tensor) -> Any:
         scale = 2 ** float(torch.tensor(x.shape[0] / 20).log2().round())

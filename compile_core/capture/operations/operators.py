@@ -11,6 +11,7 @@ import torch
 from gradsplit.compile_core.capture.numpy_arrays.arrays import ArrayValue, operate
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue
 from gradsplit.compile_core.capture.open_numbers.conditions import combined
+from gradsplit.compile_core.capture.open_numbers.extremes import beside
 from gradsplit.compile_core.capture.open_numbers.scalars import compute_scalar
 from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import (
     SymbolicNumber,
@@ -57,6 +58,7 @@ def binary(state: CaptureState, symbol: str, left: Value, right: Value) -> Value
         if changed is not None:
             return changed
         symbol = symbol[:-1]
+    right = beside(symbol, left, right)
     function, method, reflected = BINARY[symbol]
     array = operate(state, function, left, right)
     if array is not None:

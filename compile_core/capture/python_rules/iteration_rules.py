@@ -11,6 +11,7 @@ import torch
 
 from gradsplit.compile_core.capture.frames.generators import stop_iteration
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue
+from gradsplit.compile_core.capture.open_numbers.extremes import extreme
 from gradsplit.compile_core.capture.open_numbers.scalars import ScalarValue, compute_scalar
 from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import SymbolicInt, is_of_data
 from gradsplit.compile_core.capture.operations import comparisons, operators
@@ -28,6 +29,7 @@ from gradsplit.compile_core.capture.values.iterators import IteratorValue
 from gradsplit.compile_core.capture.values.mappings import DictValue, DictView
 from gradsplit.compile_core.capture.values.sets import SetValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.errors import Unsupported
 
 
 class SentinelIterator(IteratorValue):
@@ -66,15 +68,13 @@ def _reversed(state: CaptureState, sequence: Value) -> Any:
     if isinstance(sequence, DictValue):
         return sequence.reverse_iterator(state)
     if isinstance(sequence, DictView):
-        items = state.items_of(sequence)
-        return SequenceIterator(list(reversed(items)), type(reversed({})))
+        return SequenceIterator(state.items_of(sequence)[::-1], type(reversed({})))
     if isinstance(sequence, InstanceValue) and hasattr(sequence.cls, "__getitem__"):
         items = [sequence.get_item(state, ConstantValue(i)) for i in reversed(range(sequence.length(state)))]
         return SequenceIterator(list(items), reversed)
     if isinstance(sequence, TensorValue):
         raise state.unsupported("reversed", f"reversed() of {sequence.describe()}")
-    message = f"{sequence.python_type().__name__!r} object is not reversible"
-    raise state.raise_exception(TypeError, message)
+    raise state.raise_exception(TypeError, f"{sequence.python_type().__name__!r} object is not reversible")
 
 
 @answer_to(next)
@@ -104,9 +104,8 @@ def _sorted(
 
 def _has_open_int(items: list[Value]) -> bool:
     """Whether items are integers of which some are symbolic; arithmetic one by one is exact then."""
-    return all(item.python_type() is int for item in items) and any(
-        isinstance(item, SymbolicInt) for item in items
-    )
+    is_open = any(isinstance(item, SymbolicInt) for item in items)
+    return is_open and all(item.python_type() is int for item in items)
 
 
 @answer_to(sum)
@@ -127,9 +126,8 @@ def _sum(state: CaptureState, iterable: Value, start: Value | None = None) -> An
 def _product_of_all(state: CaptureState, iterable: Value, *, start: Value | None = None) -> Any:
     first = ConstantValue(1) if start is None else start
     items = state.items_of(iterable)
-    values = [first, *items]
-    if not _has_open_int(values) and all(isinstance(item, ConstantValue) for item in values):
-        return fold(state, lambda begin, *reals: math.prod(reals, start=begin), values, {})
+    if all(isinstance(item, ConstantValue) for item in [first, *items]):
+        return fold(state, lambda begin, *reals: math.prod(reals, start=begin), [first, *items], {})
     for item in items:
         first = operators.binary(state, "*", first, item)
     return first
@@ -159,8 +157,14 @@ def _extremum_rule(function: Any, symbol: str, of_numbers: Any) -> CallRule:
         keys = items if is_none(key) else [key.call(state, [item], {}) for item in items]
         best = 0
         for index in range(1, len(items)):
-            if comparisons.compare(state, symbol, keys[index], keys[best]).truth(state):
-                best = index
+            try:
+                if comparisons.compare(state, symbol, keys[index], keys[best]).truth(state):
+                    best = index
+            except Unsupported:
+                found = extreme(state, function, items) if keys is items else None
+                if found is None:
+                    raise
+                return found
         return items[best]
 
     return call
