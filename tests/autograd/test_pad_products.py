@@ -250,6 +250,24 @@ def test_readers_whose_results_lie_as_what_they_read(
     padded(program, x, weight)
 
 
+def test_products_with_sizes_that_depend_on_data_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether what reads them finds them contiguous depends on these sizes then: the graph ended at the data."""
+
+    def program(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        is_chosen = x[:, 0] > 0
+        scores = F.linear(x[is_chosen] * 0.5, weight * 2)
+        return F.cross_entropy(scores, target[is_chosen]) + scores.sort(1).values[:, :5].mean()
+
+    monkeypatch.setattr(passes, "pad_products", lambda joint, with_float32: pad_products(joint, True, "cpu"))
+    given = [matrix(4096, 264, grad=True), matrix(1003, 264, grad=True), torch.arange(4096) % 1003]
+    compiled = gradsplit.compile(program)
+    losses = compiled(*given), program(*given)
+    torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-4)
+    for found, expected in zip(*(torch.autograd.grad(loss, given[:2]) for loss in losses), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert not compiled.break_reasons
+
+
 def test_what_is_no_number_stays_in_its_row() -> None:
     x = matrix(512, 260)
     x[3, 5], x[7, 7] = float("nan"), float("inf")

@@ -25,7 +25,7 @@ from torch.fx.node import map_arg
 from gradsplit.compile_core.autograd.operators.graph_nodes import add_call
 from gradsplit.compile_core.autograd.operators.kinds import is_fusible, is_view
 from gradsplit.compile_core.ir.graphs import JointGraph
-from gradsplit.compile_core.ir.numbers import is_number
+from gradsplit.compile_core.ir.numbers import is_number, is_sized_by_data
 from gradsplit.compile_core.torch_facts.symbolic_numbers import value_at_compilation
 
 aten = torch.ops.aten
@@ -54,7 +54,9 @@ def pad_products(joint: JointGraph, with_float32: bool, device_type: str = "cuda
     for node in list(joint.module.graph.nodes):
         if node.target in _PRODUCTS:
             result = node.meta["val"]
-            if result.device.type == device_type and result.dtype in dtypes:
+            # Where sizes depend on data, whether a tensor is contiguous is not known.
+            is_known = not any(is_sized_by_data(each.meta["val"]) for each in (node, *node.all_input_nodes))
+            if is_known and result.device.type == device_type and result.dtype in dtypes:
                 padding.pad_product(node)
     padding.finish()
     joint.module.graph.lint()
