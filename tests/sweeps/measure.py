@@ -80,6 +80,7 @@ class Result:
         skipped: why the model could not be made or run at all; empty else.
         error: what the compiler, or the compiled model, raised; empty for nothing.
         graphs: those that were compiled in all calls.
+        in_a_call: the most that one call compiled; one that changes what it reads is compiled for the next, too.
         breaks: the reasons, with how often each occurred; those of graphs that run with torch's own kernels, or calls
             that were made again, begin with ``log:``.
         seconds: of processor time for the first call, less a later one.
@@ -101,6 +102,7 @@ class Result:
     skipped: str = ""
     error: str = ""
     graphs: int = 0
+    in_a_call: int = 0
     breaks: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
     draws: bool = False
@@ -244,10 +246,11 @@ def _measure_calls(
     call = compile(module, setting, result, False)
     found, seconds = [], []
     for _ in range(_CALLS):
-        start = processor_seconds()
+        start, before = processor_seconds(), result.graphs
         found.append(_run(call, inputs, setting, module))
         synchronise(torch.device(setting.device))
         seconds.append(processor_seconds() - start)
+        result.in_a_call = max(result.in_a_call, result.graphs - before)
     result.seconds = seconds[0] - seconds[-1]
     for name, count in torch._dynamo.utils.counters["graph_break"].items():
         result.breaks[name[:240]] = count

@@ -180,8 +180,14 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 def _whole(sides: Iterable[dict[str, Any]]) -> str:
     sides = [*sides]
-    count = sum(side["graphs"] == 1 and not _ends(side) and not side["error"] for side in sides)
-    return f"{count} of {len(sides)} ({100 * count / max(len(sides), 1):.1f} %)"
+    whole = [side for side in sides if _in_a_call(side) == 1 and not _ends(side) and not side["error"]]
+    anew = sum(side["graphs"] > 1 for side in whole)
+    shown = f"{len(whole)} of {len(sides)} ({100 * len(whole) / max(len(sides), 1):.1f} %)"
+    return f"{shown}, {anew} of them in another one from the second call on" if anew else shown
+
+
+def _in_a_call(side: dict[str, Any]) -> int:
+    return side.get("in_a_call") or side["graphs"]
 
 
 def _ends(side: dict[str, Any]) -> list[str]:
