@@ -29,7 +29,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from gradsplit.compile_core.ir.kept_calls import KeptCall
+from gradsplit.compile_core.ir.numbers import is_sized_by_data
 from gradsplit.compile_core.ir.tensor_spec import HALF_FLOATS
+from gradsplit.compile_core.lowering.decompositions import patch_convolutions
 from gradsplit.compile_core.torch_facts.dispatcher import draws_in_memory_order
 
 aten = torch.ops.aten
@@ -60,8 +62,10 @@ def reads_memory_order(graph: torch.fx.Graph, draws_own_numbers: bool) -> bool:
         draws_own_numbers: those that need not be torch's are functions of an element's index.
     """
     nodes = [node for node in graph.nodes if node.op == "call_function"]
-    images = (node.meta["val"] for node in nodes if node.target is aten.convolution.default)
-    if all(image.is_contiguous() for image in images):
+    # A permutation gives the images of convolutions that are products.
+    makers = (aten.convolution.default, aten.permute.default)
+    images = [node.meta["val"] for node in nodes if node.target in makers]
+    if not any(image.dim() == 4 and not is_sized_by_data(image) and _turns(image) for image in images):
         return False
     return any(_reads_memory_order(node, draws_own_numbers) for node in nodes)
 
@@ -91,7 +95,11 @@ def convolution(input: Tensor, weight: Tensor, bias: Tensor | None, *settings: A
     if bias is not None:
         result = aten.convolution.default(input, weight, None, *settings)
         return result + bias.reshape(-1, *[1] * (result.dim() - 2))
-    return frozen_convolution(input, weight, bias, *settings) if _is_image(input) else NotImplemented
+    if not _is_image(input):
+        return NotImplemented
+    if not _keeps_eagers.get() and patch_convolutions.is_of_patches(input, weight, *settings):
+        return patch_convolutions.convolution(input, weight)
+    return frozen_convolution(input, weight, bias, *settings)
 
 
 def frozen_convolution(input: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Any:
@@ -119,6 +127,8 @@ def convolution_backward(
         return grad_input, grad_weight, grad_bias
     if not _is_image(grad_output) or _keeps_eagers.get():
         return NotImplemented
+    if patch_convolutions.is_of_patches(input, weight, *geometry):
+        return patch_convolutions.convolution_backward(grad_output, input, weight, for_input, for_weight)
     if _are_channels_last(grad_output, input, weight):
         return NotImplemented
     operands = (_channels_last(grad_output), _channels_last(input), _channels_last(weight))
@@ -148,6 +158,10 @@ def _is_image(tensor: Tensor) -> bool:
 
 def _are_channels_last(*tensors: Tensor) -> bool:
     return all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in tensors)
+
+
+def _turns(tensor: Tensor) -> bool:
+    return not tensor.is_contiguous() and _are_channels_last(tensor)
 
 
 def _channels_last(tensor: Tensor) -> Tensor:
