@@ -1,13 +1,16 @@
 """Where the ranks meet: the address, port and job name that rank 0 chooses and sends to all ranks.
 
-The port is one that was free on rank 0's node a moment ago: bound to port 0, read, and closed again. Rank 0's
-own process binds it when it calls ``init_process_group``, so another program can in principle come between;
-the operating system hands such ports out in turn, which makes that rare.
+The port is one that was free on rank 0's node a moment ago. Rank 0's own process binds it when it calls
+``init_process_group``, some seconds later, and another program can come between. So the port is not one of those that
+the operating system hands out for connections and to whoever binds port 0, as NCCL does many times for each rank.
 """
 
+import random
 import socket
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from gradsplit.launch.launch_spec import LaunchSpec
 from gradsplit.launch.rank_placement import RankPlacement
@@ -54,6 +57,26 @@ def choose_rendezvous(spec: LaunchSpec, first: RankPlacement, run_id: str | None
 
 def find_free_port(interface: str) -> int:
     """Return a TCP port that nobody uses now at an address of this machine; the empty one means all of them."""
+    ports = range(_FIRST_PORT, _first_handed_out())
+    for port in random.SystemRandom().sample(ports, min(_TRIES, len(ports))):
+        with suppress(OSError):
+            return _bound(interface, port)
+    return _bound(interface, 0)
+
+
+def _bound(interface: str, port: int) -> int:
     with socket.socket() as probe:
-        probe.bind((interface, 0))
+        probe.bind((interface, port))
         return probe.getsockname()[1]
+
+
+_FIRST_PORT = 20_000
+_TRIES = 100
+
+
+def _first_handed_out() -> int:
+    """The first port that the operating system gives to those that ask for any."""
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 32_768

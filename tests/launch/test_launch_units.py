@@ -1,10 +1,12 @@
 """The launcher's pure parts: command line, placement of ranks, MPI installations."""
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
 
+from gradsplit.launch import rendezvous
 from gradsplit.launch.cli import main, spec_of
 from gradsplit.launch.entry import check_entry
 from gradsplit.launch.errors import LaunchError
@@ -130,6 +132,19 @@ def test_placement_must_match_the_options():
         check_placement(parse("--nproc-per-node", "2", "t.py"), placements)
     with pytest.raises(LaunchError, match=r"on 2 node\(s\)"):
         check_placement(parse("--nnodes", "3", "t.py"), placements)
+
+
+def test_ports_are_not_those_that_the_system_hands_out(monkeypatch):
+    handed_out = rendezvous._first_handed_out()
+    assert handed_out > 1024
+    found = {rendezvous.find_free_port("127.0.0.1") for _ in range(20)}
+    assert len(found) > 10 and (max(found) < handed_out or handed_out <= 20_000)
+    monkeypatch.setattr(rendezvous, "_first_handed_out", lambda: 20_001)
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", 20_000))
+        taken.listen()
+        assert rendezvous.find_free_port("127.0.0.1") != 20_000, "where all are taken, any that is free"
 
 
 def test_rendezvous():
