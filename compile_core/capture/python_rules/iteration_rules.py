@@ -126,8 +126,9 @@ def _sum(state: CaptureState, iterable: Value, start: Value | None = None) -> An
 def _product_of_all(state: CaptureState, iterable: Value, *, start: Value | None = None) -> Any:
     first = ConstantValue(1) if start is None else start
     items = state.items_of(iterable)
-    if all(isinstance(item, ConstantValue) for item in [first, *items]):
-        return fold(state, lambda begin, *reals: math.prod(reals, start=begin), [first, *items], {})
+    values = [first, *items]
+    if not _has_open_int(values) and all(isinstance(item, ConstantValue) for item in values):
+        return fold(state, lambda begin, *reals: math.prod(reals, start=begin), values, {})
     for item in items:
         first = operators.binary(state, "*", first, item)
     return first
