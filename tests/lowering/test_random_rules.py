@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,10 +11,13 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from gradsplit.compile_core.ir.counter_random import INTEGERS, NORMAL, SEED_STRIDE, UNIFORM, random_bits
+from gradsplit.compile_core.ir.loops import Apply
 from gradsplit.compile_core.lowering.build import build, generate
 from gradsplit.compile_core.lowering.fusion.fuse import fuse
 from gradsplit.compile_core.lowering.graph_to_loops.lower import lower
+from gradsplit.compile_core.lowering.triton_kernels import triton_compiler
 from gradsplit.compile_core.runtime.link_program import link_program
+from tests.lowering.loop_evaluator import evaluate
 from tests.lowering.lowering_harness import calls, check, compute_of, nests, trace
 
 SEEDS = torch.tensor([-(2**63), 1 << 40, 12345, -7]).repeat_interleave(SEED_STRIDE).view(-1, SEED_STRIDE)
@@ -22,7 +27,7 @@ def signed(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word
 
 
-@pytest.mark.parametrize(
+PUBLISHED = pytest.mark.parametrize(
     ("counter", "key", "expected"),
     [
         ((0, 0), 0, (0xFF1DAE59, 0x6CD10DF2)),
@@ -30,10 +35,40 @@ def signed(word: int) -> int:
         ((0x243F6A88, 0x85A308D3), 0x13198A2E, (0xDD7CE038, 0xF62A4C12)),
     ],
 )
+
+
+@PUBLISHED
 def test_the_published_vectors_of_philox(counter, key, expected):
     position = torch.tensor(signed(counter[1] << 32 | counter[0]))
     found = int(random_bits(torch.tensor(key), position)) & (2**64 - 1)
     assert (found & 0xFFFFFFFF, found >> 32) == expected
+
+
+@PUBLISHED
+def test_the_text_for_nvidias_gpus_computes_them_too(counter, key, expected):
+    """What no CPU runs, read here instruction by instruction."""
+    text = triton_compiler._prelude(is_nvidia=True)["PHILOX"].value
+    words = {"$2": key, "$3": counter[0], "$4": counter[1]}
+
+    def read(word: str) -> int:
+        return words[word] if word in words else int(word, 16)
+
+    for instruction in re.sub(r"[{}]|\.reg [^;]*;", "", text).split(";")[:-1]:
+        name, *operands = re.split(r"[\s,{}]+", instruction.strip().replace("mov.b64 ", "split "))
+        match name, operands:
+            case "mov.b32", [to, value]:
+                words[to] = read(value)
+            case "add.u32", [to, left, right]:
+                words[to] = (read(left) + read(right)) & 0xFFFFFFFF
+            case "xor.b32", [to, left, right]:
+                words[to] = read(left) ^ read(right)
+            case "mul.wide.u32", [to, left, right]:
+                words[to] = read(left) * read(right)
+            case "split", [low, high, value]:
+                words[low], words[high] = read(value) & 0xFFFFFFFF, read(value) >> 32
+            case _:
+                raise AssertionError(instruction)
+    assert (words["$0"], words["$1"]) == expected
 
 
 def test_the_upper_half_of_a_seed_matters():
@@ -77,6 +112,22 @@ def test_dropout_is_one_nest_over_one_axis():
 
     (nest,) = nests(check(dropout, torch.randn(4, 6, 8), SEEDS))
     assert nest.extents == (4 * 6 * 8,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kept", [0.9, -0.3, 1e-45, float("inf"), float("nan")])
+def test_the_quotient_of_a_condition_is_a_choice(dtype, kept):
+    """Of two numbers that are those of the division."""
+    kept = torch.tensor(kept, dtype=torch.float32).to(dtype).item() if kept != 0.9 else kept
+    x = torch.tensor([0.5, -0.5, float("nan")])
+    program = check(lambda x: (x > 0).to(dtype) / kept, x, tolerance=0.0)
+    (found,) = evaluate(program, [x])
+    is_number = ~found.isnan()
+    assert torch.equal(found[is_number].signbit(), ((x > 0).to(dtype) / kept)[is_number].signbit())
+    (nest,) = nests(program)
+    operations = [statement.operation for statement in nest.body if isinstance(statement, Apply)]
+    assert ("div" in operations) == (kept == 0)
+    assert "round_to" not in operations
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -152,7 +152,22 @@ class BodyBuilder:
             return value
         if isinstance(statement, Constant):
             return self.constant(torch.tensor(statement.value, dtype=dtype).item(), torch.float32)
+        if self._condition(value) is not None:
+            return value
+        if isinstance(statement, Apply) and statement.operation == "where":
+            chosen = statement.arguments[1:]
+            if all(self.constant_of(choice) is not None for choice in chosen):
+                rounded = (self.round_to(choice, dtype) for choice in chosen)
+                return self.apply("where", (statement.arguments[0], *rounded), torch.float32)
         return self.add(Apply("round_to", (value,), torch.float32, dtype))
+
+    def _condition(self, value: int) -> int | None:
+        """The bool that a value is 1 for, and else 0, if it is the number of one."""
+        statement = self.statements[value]
+        if isinstance(statement, Apply) and statement.operation == "cast":
+            (condition,) = statement.arguments
+            return condition if self.dtype_of(condition) == torch.bool else None
+        return None
 
     def apply(
         self,
@@ -194,6 +209,17 @@ class BodyBuilder:
             for this, other in ((0, 1), (1, 0)):
                 if known[this] == 0:
                     return arguments[other]
+        if (
+            operation == "div"
+            and dtype.is_floating_point
+            and known[1]
+            and self.dtype_of(arguments[0]) == dtype
+        ):
+            condition = self._condition(arguments[0])
+            if condition is not None:  # of a dropout: a quotient is many times what a choice is
+                # A float64's quotient, rounded to float32, is that of float32.
+                quotients = (self.constant(number / known[1], dtype) for number in (1.0, 0.0))
+                return self.apply("where", (condition, *quotients), dtype)
         if any(value is None for value in known):
             return None
         function = _COMPARISONS.get(operation) or _ARITHMETIC.get(operation) or _UNARY.get(operation)

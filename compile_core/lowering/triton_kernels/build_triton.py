@@ -54,7 +54,8 @@ _THREADS_BESIDE_OTHERS = 4
 GpuTarget = tuple[str, int, int]
 _Item = TypeVar("_Item")
 
-# Everything of a source but its name -> launcher. The text alone is not the kernel: Triton's types are in ``pointers``.
+# Everything of a source but its name and where its arguments begin, which callers add -> launcher. The text alone is no
+# kernel: Triton's types are in ``pointers``.
 _loaded: dict[KernelSource, BuiltKernel] = {}
 _workers = CompileWorkers(Path(triton_compiler.__file__), forks=True)
 
@@ -239,7 +240,7 @@ def _require_triton() -> None:
 
 
 def _without_names(source: KernelSource) -> KernelSource:
-    return replace(source, name="", buffers=())
+    return replace(source, name="", buffers=(), bases=())
 
 
 def triton_version() -> str:

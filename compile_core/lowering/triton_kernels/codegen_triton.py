@@ -315,7 +315,7 @@ class TritonWriter:
                 terms = [*self._terms(strides), *([str(offset)] if offset else [])]
                 return [f"v{n} = ({' + '.join(terms)}).to(tl.int64)"]
             case Apply(operation="random_word", arguments=(seed, _)) if self._comes_in_pairs(statement):
-                return [f"v{n} = both_words(random_bits(v{seed}, {self._half_position(statement)}))"]
+                return [f"v{n} = both_words(v{seed}, {self._half_position(statement)})"]
             case Apply(arguments=arguments):
                 dtypes = [self.dtypes[argument] for argument in arguments]
                 expression = scalar_triton.apply(statement, [f"v{a}" for a in arguments], dtypes)
