@@ -42,8 +42,6 @@ from gradsplit.compile_core.torch_facts.cuda import current_device, current_raw_
 _MODULE = "kernel.py"
 # Eager rounds a product before it adds; a kernel may say otherwise.
 _OPTIONS = {"enable_fp_fusion": False, "sanitize_overflow": False}
-# What a block may have on any GPU without asking.
-_SHARED_BYTES_ANYWHERE = 48 << 10
 _WORKERS_AHEAD = 8
 # Kernels whose machine code is made by one start of the assembler. Each entry of the cache has the code of all of them.
 _TOGETHER = 4
@@ -325,11 +323,11 @@ def keep_tritons_cache_private() -> None:
 def _handle_of(kernel: Any, device_index: int) -> int:
     """Loads a kernel; the driver's handle of it, or 0 where it needs more than its addresses to be launched.
 
-    Only where there may be something to refuse is this Triton's work, which makes a launcher, too: C that a compiler
-    takes up to a second for, once for each number of arguments.
+    Only what is to be refused, or needs more, is loaded by Triton, which makes a launcher, too.
     """
-    if _is_plain(kernel.metadata) and kernel.metadata.shared <= _SHARED_BYTES_ANYWHERE:
-        handle, most_threads = load_binary(kernel.name, kernel.kernel, device_index)
+    if _is_plain(kernel.metadata):
+        shared_bytes = kernel.metadata.shared
+        handle, most_threads = load_binary(kernel.name, kernel.kernel, device_index, shared_bytes)
         if 32 * kernel.metadata.num_warps <= most_threads:
             return handle
     kernel._init_handles()
