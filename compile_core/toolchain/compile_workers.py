@@ -15,8 +15,9 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -27,7 +28,8 @@ _ANSWER_TIMEOUT_S = 600.0
 
 
 class CompileWorkers:
-    """Runs a Python script in as many processes as there are requests at the same time.
+    """Runs a Python script in as many processes as there are requests at the same time, up to one for each processor:
+    each further one would be started only to keep others waiting.
 
     The script reads requests from its input and answers each on its output, JSON, a line each.
     """
@@ -37,18 +39,33 @@ class CompileWorkers:
         processes."""
         self._script = script
         self._forks = forks
-        self._idle: list[_Worker] = []
-        self._groups: list[subprocess.Popen[bytes]] = []
+        self._forget()
         os.register_at_fork(after_in_child=self._forget)
         atexit.register(self.close)
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to a request; threads may ask at the same time.
+        """The answer to a request; threads may ask at the same time, and wait where all processors are taken.
 
         Raises:
             CompileError: no process could be started, two died of it, or there was no answer in a long time.
         """
         line = json.dumps(request).encode() + b"\n"
+        with self._processor():
+            return self._answer(line)
+
+    @contextmanager
+    def _processor(self) -> Iterator[None]:
+        with self._one_ended:
+            self._one_ended.wait_for(lambda: self._running < usable_processors())
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._one_ended:
+                self._running -= 1
+                self._one_ended.notify()
+
+    def _answer(self, line: bytes) -> dict[str, Any]:
         for is_last in (False, True):
             worker = self._take(fresh=is_last)
             try:
@@ -97,7 +114,11 @@ class CompileWorkers:
         return _alone(self._script)
 
     def _forget(self) -> None:
-        self._idle, self._groups = [], []  # they are the parent's
+        """Those that there are are the parent's."""
+        self._idle: list[_Worker] = []
+        self._groups: list[subprocess.Popen[bytes]] = []
+        self._one_ended = threading.Condition()
+        self._running = 0
 
 
 class _DiedError(Exception):

@@ -39,6 +39,11 @@ if len(sys.argv) > 1:
 """
 
 
+@pytest.fixture(autouse=True)
+def _four_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_workers, "usable_processors", lambda: 4)
+
+
 @pytest.fixture
 def workers(tmp_path: Path) -> Iterator[CompileWorkers]:
     script = tmp_path / "worker.py"
@@ -68,6 +73,22 @@ def test_requests_of_several_threads_have_processes_of_their_own(workers: Compil
     with ThreadPoolExecutor(3) as pool:
         answers = list(pool.map(workers.ask, [{"sleep_s": 0.5}] * 3))
     assert len({answer["process"] for answer in answers}) == 3
+
+
+def test_requests_wait_where_all_processors_are_taken(
+    forks: CompileWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where some end with an error; a backward's kernels come while a forward's are compiled."""
+    monkeypatch.setattr(compile_workers, "usable_processors", lambda: 2)
+    forks.start(2)
+    with ThreadPoolExecutor(5) as pool:
+        answers = list(pool.map(forks.ask, [{"sleep_s": 0.2}] * 5))
+    assert len({answer["process"] for answer in answers}) == 2
+    assert {answer["parent"] for answer in answers} == {forks._groups[0].pid}
+    for _ in range(3):
+        with pytest.raises(CompileError):
+            forks.ask({"die_unless": "/proc/no/file/can/be/made/here"})
+    assert forks.ask({"text": "yes"})["text"] == "yes"
 
 
 def test_processes_that_were_started_ahead_answer(workers: CompileWorkers) -> None:
@@ -105,7 +126,7 @@ def test_a_group_of_which_one_hangs_is_ended(forks: CompileWorkers, monkeypatch:
     with pytest.raises(CompileError, match=r"no answer in 0 s"):
         forks.ask({"sleep_s": 60})
     _wait_for_the_end(*members)
-    monkeypatch.undo()
+    monkeypatch.setattr(compile_workers, "_ANSWER_TIMEOUT_S", 60.0)
     assert forks.ask({"text": "yes"})["text"] == "yes"
 
 
