@@ -55,15 +55,24 @@ class CompileWorkers:
 
     @contextmanager
     def _processor(self) -> Iterator[None]:
-        with self._one_ended:
-            self._one_ended.wait_for(lambda: self._running < usable_processors())
-            self._running += 1
+        """Waits for one, in the order of asking: a step may wait for a kernel while others are compiled for later."""
+        turn = object()
+        with self._changed:
+            self._waiting.append(turn)
+            try:
+                self._changed.wait_for(
+                    lambda: self._waiting[0] is turn and self._running < usable_processors()
+                )
+                self._running += 1
+            finally:
+                self._waiting.remove(turn)
+                self._changed.notify_all()
         try:
             yield
         finally:
-            with self._one_ended:
+            with self._changed:
                 self._running -= 1
-                self._one_ended.notify()
+                self._changed.notify_all()
 
     def _answer(self, line: bytes) -> dict[str, Any]:
         for is_last in (False, True):
@@ -117,7 +126,8 @@ class CompileWorkers:
         """Those that there are are the parent's."""
         self._idle: list[_Worker] = []
         self._groups: list[subprocess.Popen[bytes]] = []
-        self._one_ended = threading.Condition()
+        self._changed = threading.Condition()
+        self._waiting: list[object] = []
         self._running = 0
 
 

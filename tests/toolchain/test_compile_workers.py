@@ -91,6 +91,21 @@ def test_requests_wait_where_all_processors_are_taken(
     assert forks.ask({"text": "yes"})["text"] == "yes"
 
 
+def test_who_asks_first_is_answered_first(workers: CompileWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a thread that has got its answer is quicker to ask again."""
+    monkeypatch.setattr(compile_workers, "usable_processors", lambda: 1)
+    answered: list[int] = []
+
+    def ask_often(thread: int) -> None:
+        for _ in range(4):
+            workers.ask({"sleep_s": 0.05})
+            answered.append(thread)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(ask_often, range(3)))
+    assert all(sorted(answered[turn : turn + 3]) == [0, 1, 2] for turn in range(0, 12, 3))
+
+
 def test_processes_that_were_started_ahead_answer(workers: CompileWorkers) -> None:
     workers.start(2)
     started = [worker.process.pid for worker in workers._idle]

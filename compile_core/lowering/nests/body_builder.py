@@ -213,7 +213,7 @@ class BodyBuilder:
             operation == "div"
             and dtype.is_floating_point
             and known[1]
-            and self.dtype_of(arguments[0]) == dtype
+            and all(self.dtype_of(argument) == dtype for argument in arguments)
         ):
             condition = self._condition(arguments[0])
             if condition is not None:  # of a dropout: a quotient is many times what a choice is
