@@ -337,6 +337,7 @@ def compile_stages(
                 backward,
                 changed,
                 at_once=MOST_AT_ONCE if planner is None else planner.in_flight,
+                allocating=forward,
             )
         if planner is not None and run_backward is not None:
             run_backward = planner.backward_program(graph, run_forward, run_backward)

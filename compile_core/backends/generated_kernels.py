@@ -24,6 +24,7 @@ from gradsplit.compile_core.observe.dump import StageDump
 from gradsplit.compile_core.observe.stage_times import timed
 from gradsplit.compile_core.options import CompileOptions
 from gradsplit.compile_core.passes import LOOP_PASSES, RegionChoices, run_passes
+from gradsplit.compile_core.runtime.instructions import instructions_of
 from gradsplit.compile_core.runtime.link_program import LinkedProgram, link_program
 
 
@@ -57,7 +58,11 @@ def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -
         with timed("link"):
             linked = link_program(program, sources, kernels)
         if options.cuda_graphs:
-            linked = replace(linked, link_again=partial(link_program, program, sources, kernels))
+            linked = replace(
+                linked,
+                link_again=partial(link_program, program, sources, kernels),
+                instructions=partial(instructions_of, program, kernels_take_addresses=True),
+            )
         dump(f"{compute.name}.program", str, linked.text)
         return linked
 

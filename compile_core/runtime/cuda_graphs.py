@@ -33,13 +33,21 @@ from gradsplit.compile_core.runtime.graphed_program import (
     Recorder,
 )
 from gradsplit.compile_core.runtime.lent_tensors import lent_tensors
+from gradsplit.compile_core.runtime.one_piece import InOnePiece, bytes_of_both
 from gradsplit.compile_core.runtime.recorded_segments import GraphedBackward, SegmentRecorder, StoringProgram
-from gradsplit.compile_core.runtime.shared_memory import shared_memory
+from gradsplit.compile_core.runtime.shared_memory import SharedMemory, shared_memory
 
 logger = logging.getLogger(__name__)
 
 # Results up to this size are copied out of a graph's memory at once: programs keep losses, and a copy costs one launch.
 _SMALL_BYTES = 1 << 16
+
+_PRODUCTS = {
+    torch.ops.aten.mm,
+    torch.ops.aten.addmm,
+    torch.ops.aten.bmm,
+    torch.ops.aten.baddbmm,
+}
 
 _one_at_a_time = threading.Lock()
 
@@ -65,10 +73,12 @@ class CudaRecorder:
     Args:
         device: the GPU.
         pool: the memory of all graphs; else each has a pool of its own. Temporaries lie in ``shared_memory``.
+        calls_cublas: whether what is recorded does.
     """
 
-    def __init__(self, device: torch.device, pool: Any = None) -> None:
+    def __init__(self, device: torch.device, pool: Any = None, *, calls_cublas: bool = False) -> None:
         self._device = device
+        self._calls_cublas = calls_cublas
         self._stream = _capture_stream(device)
         self._pool = pool
         self._memory = shared_memory(self._stream.device_index)
@@ -77,7 +87,8 @@ class CudaRecorder:
         return "another CUDA graph is being captured" if torch.cuda.is_current_stream_capturing() else ""
 
     def in_parts(self, within: CudaReplay | None = None) -> CudaRecorder:
-        return CudaRecorder(self._device, torch.cuda.graph_pool_handle() if within is None else within.pool)
+        pool = torch.cuda.graph_pool_handle() if within is None else within.pool
+        return CudaRecorder(self._device, pool, calls_cublas=self._calls_cublas)
 
     @property
     def lends(self) -> bool:
@@ -107,6 +118,8 @@ class CudaRecorder:
                 with torch.cuda.stream(self._stream):
                     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                     try:
+                        if memory is not None and self._calls_cublas:
+                            _have_workspace(memory)
                         results = program(inputs)
                     finally:
                         try:
@@ -134,6 +147,14 @@ class CudaRecorder:
         return current
 
 
+def _have_workspace(memory: SharedMemory) -> None:
+    """Torch gives cuBLAS 32 MiB at the first product of each thread on a stream, for good: not amidst what one
+    recording computes."""
+    memory.enter()
+    torch.cuda.current_blas_handle()
+    memory.leave()
+
+
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """One a device: cuBLAS keeps 32 MiB for each stream that it has seen."""
@@ -146,10 +167,12 @@ def with_cuda_graphs(
     backward: Executable | None,
     changed: Sequence[int] = (),
     at_once: int = MOST_AT_ONCE,
+    allocating: Executable | None = None,
 ) -> tuple[Program, Program | None]:
     """The programs of ``graph``, replayed as CUDA graphs where that is possible; ``forward`` changes some inputs.
 
     Args:
+        allocating: what of ``forward`` computes, if that is known.
         at_once: how many runs may be recorded whose results are in use.
     """
     if not torch.cuda.is_available():
@@ -162,13 +185,14 @@ def with_cuda_graphs(
         logger.warning("the forward is not captured as a CUDA graph: %s", reason)
         return forward, backward
     device = next(_devices(graph.forward))
-    recorder = CudaRecorder(device)
+    modules = [graph.forward, *([] if graph.backward is None else [graph.backward])]
+    recorder = CudaRecorder(device, calls_cublas=any(map(_calls_cublas, modules)))
     if backward is not None and graph.backward is not None:
         reason = reason_against(graph.backward)
         if reason:
             logger.warning("the backward is not captured as a CUDA graph: %s", reason)
             return graph_programs(graph, forward, None, changed, recorder, at_once)[0], backward
-    return graph_programs(graph, forward, backward, changed, recorder, at_once)
+    return graph_programs(graph, forward, backward, changed, recorder, at_once, allocating)
 
 
 def graph_programs(
@@ -178,8 +202,16 @@ def graph_programs(
     changed: Sequence[int],
     recorder: Recorder,
     at_once: int = MOST_AT_ONCE,
+    allocating: Executable | None = None,
 ) -> tuple[GraphedProgram, GraphedProgram | GraphedBackward | None]:
     """Forward and backward of ``graph`` as programs that ``recorder`` records."""
+
+    def room() -> int:
+        """Of the forward's recording for the backward's."""
+        if backward is None or allocating is None or not graphed_backward.may_overwrite:
+            return 0
+        return bytes_of_both(allocating, backward, _kept_positions(graph), graph.num_outputs)
+
     results = graph_results(graph.forward)
     returned = {
         result if isinstance(result, int) else result.position
@@ -189,7 +221,7 @@ def graph_programs(
     small = {position for position in returned if _bytes_of(results[position]) <= _SMALL_BYTES}
     graphed = GraphedProgram(
         "CUDA graph of a forward",
-        forward,
+        InOnePiece(forward, room),
         recorder,
         graph.num_outputs,
         hides=backward is not None,
@@ -218,9 +250,14 @@ def graph_programs(
 
 def saved_source(graph: PartitionedGraph, forward: GraphedProgram) -> RecordedSource:
     """What a program that takes the inputs of the backward of ``graph`` reads of the forward's results."""
+    return RecordedSource(forward, _kept_positions(graph))
+
+
+def _kept_positions(graph: PartitionedGraph) -> dict[int, int]:
+    """Position among the backward's inputs -> position among the forward's results."""
     primals = {node.name for node in graph_inputs(graph.forward)}
     computed = [position for position, name in enumerate(graph.saved) if name not in primals]
-    return RecordedSource(forward, {position: graph.num_outputs + k for k, position in enumerate(computed)})
+    return {position: graph.num_outputs + k for k, position in enumerate(computed)}
 
 
 def reason_against(module: torch.fx.GraphModule) -> str:
@@ -243,6 +280,10 @@ def launches_kernels(module: torch.fx.GraphModule) -> bool:
         and not any(returned.alias_info for returned in _returns(node.target))
         for node in module.graph.nodes
     )
+
+
+def _calls_cublas(module: torch.fx.GraphModule) -> bool:
+    return any(getattr(node.target, "overloadpacket", None) in _PRODUCTS for node in module.graph.nodes)
 
 
 def _returns(target: Any) -> Sequence[Any]:

@@ -252,6 +252,15 @@ class GraphedProgram:
             self._restore(values, self._find_sources(places_of(saved)))
         return values
 
+    @property
+    def may_overwrite(self) -> bool:
+        """Whether it may still be recorded in the memory of what its source keeps."""
+        return not (self._must_outlast.is_set() or self._given_up)
+
+    def keep_apart(self) -> None:
+        """Its later recordings have memory of their own, since others read what its source keeps, too."""
+        self._must_outlast.set()
+
     def alive(self) -> list[Recording]:
         """The recordings whose results somebody may still read."""
         return [*self._recordings, *self._leaving]

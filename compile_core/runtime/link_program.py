@@ -12,7 +12,7 @@ from gradsplit.compile_core.ir.kernels import BuiltKernel, KernelSource
 from gradsplit.compile_core.ir.loops import LoopProgram
 from gradsplit.compile_core.ir.temporary_memory import TemporaryMemory
 from gradsplit.compile_core.runtime.encode_program import encode_program
-from gradsplit.compile_core.runtime.instructions import Launch, instructions_of
+from gradsplit.compile_core.runtime.instructions import Instructions, Launch, instructions_of
 from gradsplit.compile_core.runtime.region_interpreter import Run, region_interpreter
 from gradsplit.compile_core.runtime.share_temporaries import share_temporaries
 from gradsplit.compile_core.runtime.write_program import write_program
@@ -26,12 +26,14 @@ class LinkedProgram:
         text: what it does, as Python.
         sources: the kernels that it calls.
         link_again: the same program with its temporaries in a memory that is given.
+        instructions: what it allocates when.
     """
 
     text: str
     sources: tuple[KernelSource, ...]
     run: Run
     link_again: Callable[[TemporaryMemory], LinkedProgram] | None = None
+    instructions: Callable[[], Instructions] | None = None
 
     def __call__(self, arguments: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         return self.run(arguments)

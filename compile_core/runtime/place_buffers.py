@@ -58,7 +58,7 @@ def place_buffers(program: LoopProgram) -> Placement:
         spec = program.buffers[name]
         if name in results:
             # To the end, and of the buffer's own dtype, since views of it are returned.
-            if _bytes_of(spec) <= _LARGEST_RESULT_BYTES:
+            if span_bytes(spec) <= _LARGEST_RESULT_BYTES:
                 group = ("small_results", spec.device, spec.dtype)
                 groups.setdefault(group, {})[name] = (first, len(program.steps))
         elif name not in visible:
@@ -69,9 +69,10 @@ def place_buffers(program: LoopProgram) -> Placement:
         if len(used) < 2:
             continue
         whole = f"{kind}_{len(buffers)}"
-        offsets, size = _offsets(used, {name: _bytes_of(program.buffers[name]) for name in used})
+        sizes = {name: span_bytes(program.buffers[name]) for name in used}
+        found, size = offsets(used, sizes, _ALIGNED_BYTES)
         buffers[whole] = TensorSpec.contiguous((size // dtype.itemsize,), dtype, device)
-        places |= {name: BufferPlace(whole, offset) for name, offset in offsets.items()}
+        places |= {name: BufferPlace(whole, offset) for name, offset in found.items()}
     return Placement(places, buffers)
 
 
@@ -97,13 +98,22 @@ def _positions_in_use(program: LoopProgram) -> dict[str, tuple[int, int]]:
     return {
         name: positions
         for name, positions in used.items()
-        if name not in excluded and _bytes_of(program.buffers[name]) <= _LARGEST_BYTES
+        if name not in excluded and span_bytes(program.buffers[name]) <= _LARGEST_BYTES
     }
 
 
-def _offsets(used: Mapping[str, tuple[int, int]], sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """Each in the first gap between those in use when it begins, and the size of the whole."""
-    offsets: dict[str, int] = {}
+def offsets(
+    used: Mapping[str, tuple[int, int]],
+    sizes: Mapping[str, int],
+    aligned_bytes: int,
+    least_rest: int | None = None,
+) -> tuple[dict[str, int], int]:
+    """Each in the first gap between those in use when it begins, and the size of the whole.
+
+    Args:
+        least_rest: for what torch's allocator does, which takes the smallest gap, and all of it if fewer bytes remain.
+    """
+    found: dict[str, int] = {}
     living: list[tuple[int, int, int]] = []  # last position, offset, end
     gaps: list[tuple[float, float]] = [(0, math.inf)]  # in order, each apart from the next
     whole = 0
@@ -111,17 +121,23 @@ def _offsets(used: Mapping[str, tuple[int, int]], sizes: Mapping[str, int]) -> t
         while living and living[0][0] < first:
             _, offset, end = heappop(living)
             _add_gap(gaps, offset, end)
-        size = -(-sizes[name] // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        size = -(-sizes[name] // aligned_bytes) * aligned_bytes
         if not size:
-            offsets[name] = 0
+            found[name] = 0
             continue
-        number = next(number for number, (begin, end) in enumerate(gaps) if end - begin >= size)
-        begin, end = gaps[number]
+        fitting = (number for number, (begin, end) in enumerate(gaps) if end - begin >= size)
+        if least_rest is None:
+            number = next(fitting)
+            begin, end = gaps[number]
+        else:
+            number = min(fitting, key=lambda number: gaps[number][1] - gaps[number][0])
+            begin, end = gaps[number]
+            size = size if end - begin - size >= least_rest else int(end - begin)
         gaps[number : number + 1] = [(begin + size, end)] if begin + size < end else []
-        offsets[name] = int(begin)
+        found[name] = int(begin)
         heappush(living, (last, int(begin), int(begin) + size))
         whole = max(whole, int(begin) + size)
-    return offsets, whole
+    return found, whole
 
 
 def _add_gap(gaps: list[tuple[float, float]], begin: float, end: float) -> None:
@@ -133,5 +149,5 @@ def _add_gap(gaps: list[tuple[float, float]], begin: float, end: float) -> None:
     gaps.insert(number, (begin, end))
 
 
-def _bytes_of(spec: TensorSpec) -> int:
+def span_bytes(spec: TensorSpec) -> int:
     return spec.span * spec.dtype.itemsize

@@ -145,6 +145,8 @@ class _Backward:
 
     def split(self) -> None:
         self._two = self._make_two()
+        if isinstance(self._run_whole, GraphedProgram):
+            self._run_whole.keep_apart()
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         if not self._stage.in_two or self._two is None:

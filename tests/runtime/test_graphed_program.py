@@ -224,7 +224,7 @@ def test_a_backward_without_recordings_gets_what_it_needs(
 ) -> None:
     """So it is where something in the backward cannot be recorded."""
 
-    def forward_only(graph: Any, forward: Any, backward: Any, changed: Any, at_once: int) -> Any:
+    def forward_only(graph: Any, forward: Any, backward: Any, changed: Any, at_once: int, **_: Any) -> Any:
         return graph_programs(graph, forward, None, changed, recorder, at_once)[0], backward
 
     monkeypatch.setattr(pipeline, "with_cuda_graphs", forward_only)
@@ -481,7 +481,7 @@ def test_a_graph_without_kernels_is_not_recorded(
 ) -> None:
     monkeypatch.setattr(pipeline, "with_cuda_graphs", cuda_graphs.with_cuda_graphs)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(cuda_graphs, "CudaRecorder", lambda device: recorder)
+    monkeypatch.setattr(cuda_graphs, "CudaRecorder", lambda device, **_: recorder)
     monkeypatch.setattr(cuda_graphs, "reason_against", lambda module: "")
     for program, replayed in ((lambda x: x.view(-1), 0), (lambda x: x + 1, 2)):
         compiled = gradsplit.compile(program, backend="aot_eager", mode="reduce-overhead")
