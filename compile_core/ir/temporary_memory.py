@@ -6,7 +6,7 @@ a program returns lies elsewhere: it is read until nobody holds it, whatever is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from gradsplit.compile_core.ir.communicator import Program
@@ -18,6 +18,10 @@ class TemporaryMemory(Protocol):
     def enter(self) -> None: ...
 
     def leave(self) -> None: ...
+
+    def apart(self, program: str) -> Collection[str]:
+        """Temporaries of the program of this name that lie with its results nevertheless."""
+        ...
 
 
 @runtime_checkable

@@ -33,7 +33,8 @@ from gradsplit.compile_core.runtime.graphed_program import (
     Recorder,
 )
 from gradsplit.compile_core.runtime.lent_tensors import lent_tensors
-from gradsplit.compile_core.runtime.one_piece import InOnePiece, bytes_of_both
+from gradsplit.compile_core.runtime.memory_lives import memory_of_both
+from gradsplit.compile_core.runtime.one_piece import InOnePiece, Pieces, pieces_for
 from gradsplit.compile_core.runtime.recorded_segments import GraphedBackward, SegmentRecorder, StoringProgram
 from gradsplit.compile_core.runtime.shared_memory import SharedMemory, shared_memory
 
@@ -102,7 +103,7 @@ class CudaRecorder:
     ) -> tuple[CudaReplay, Sequence[Any]]:
         memory = self._memory
         pool = self._pool if within is None else within.pool
-        if memory is not None and within is None:
+        if memory is not None:
             program = sharing(program, memory)
         graph = torch.cuda.CUDAGraph()
         generator = torch.cuda.default_generators[self._stream.device_index]
@@ -206,11 +207,16 @@ def graph_programs(
 ) -> tuple[GraphedProgram, GraphedProgram | GraphedBackward | None]:
     """Forward and backward of ``graph`` as programs that ``recorder`` records."""
 
-    def room() -> int:
-        """Of the forward's recording for the backward's."""
-        if backward is None or allocating is None or not graphed_backward.may_overwrite:
-            return 0
-        return bytes_of_both(allocating, backward, _kept_positions(graph), graph.num_outputs)
+    @cache
+    def computed_pieces() -> Pieces | None:
+        if backward is None or allocating is None:
+            return None
+        memories = memory_of_both(allocating, backward, _kept_positions(graph), graph.num_outputs)
+        return None if memories is None else pieces_for(memories)
+
+    def pieces() -> Pieces | None:
+        """Of the forward's recording for the backward's, if that may be within it."""
+        return computed_pieces() if backward is not None and graphed_backward.may_overwrite else None
 
     results = graph_results(graph.forward)
     returned = {
@@ -221,7 +227,7 @@ def graph_programs(
     small = {position for position in returned if _bytes_of(results[position]) <= _SMALL_BYTES}
     graphed = GraphedProgram(
         "CUDA graph of a forward",
-        InOnePiece(forward, room),
+        InOnePiece(forward, pieces, is_first=True),
         recorder,
         graph.num_outputs,
         hides=backward is not None,
@@ -236,7 +242,7 @@ def graph_programs(
     storing = StoringProgram(backward) if num_stored else None
     graphed_backward = GraphedProgram(
         "CUDA graph of a backward",
-        storing or backward,
+        storing or InOnePiece(backward, pieces, is_first=False),
         SegmentRecorder(recorder) if storing else recorder,
         len(graph_results(graph.backward)),
         changed=range(num_inputs, num_inputs + num_stored),

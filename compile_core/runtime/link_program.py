@@ -61,7 +61,7 @@ def link_program(
     built = all(isinstance(kernel, BuiltKernel) for kernel in kernels.values())
     instructions = instructions_of(program, kernels_take_addresses=built)
     if memory is not None:
-        instructions = share_temporaries(instructions)
+        instructions = share_temporaries(instructions, memory.apart(program.name))
     by_name = {source.name: source for source in sources}
     for instruction in instructions.steps:
         if isinstance(instruction, Launch) and instruction.step.name not in by_name:

@@ -3,170 +3,157 @@
 Torch's allocator asks the driver for a piece of memory whenever a large allocation fits nowhere, and joins what is free
 within a piece only. What a backward computes has other sizes than what its forward kept, piece by piece, so a seventh
 of all memory lay idle, a quarter in Res2Net. Therefore the recording of such a forward begins with an allocation as
-large as all that both need at once, which is freed before anything is computed. What the forward computes on the way
-lies there, too, instead of in memory that recordings share: the backward computes where that was.
+large as all that both return and keep, which is freed before anything is computed. What they compute on the way lies
+there, too, as long as it fits: beside what is kept at first, where that was later. What does not fit lies in the memory
+that recordings share, of which a piece is asked for in the same way: a network recorded layer by layer has that once.
 
-How much they need is told from their programs. What libraries take for themselves is not known: where it does not fit,
-the allocator asks for further pieces as ever.
+What fits is told from when the programs allocate, by what torch's allocator does with that. What libraries take for
+themselves is not known: where it does not fit, the allocator asks for further pieces as ever.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
 
 from gradsplit.compile_core.ir.communicator import Program
-from gradsplit.compile_core.ir.step_effects import reads
 from gradsplit.compile_core.ir.temporary_memory import TemporaryMemory, sharing
-from gradsplit.compile_core.runtime.executable import Executable
-from gradsplit.compile_core.runtime.instructions import (
-    Allocate,
-    Call,
-    Free,
-    Instructions,
-    may_alias,
-)
-from gradsplit.compile_core.runtime.link_program import LinkedProgram
-from gradsplit.compile_core.runtime.place_buffers import offsets, span_bytes
+from gradsplit.compile_core.runtime.memory_lives import Memory
+from gradsplit.compile_core.runtime.place_buffers import offsets
 
 # What is smaller lies in pieces that torch's allocator has for it; what is larger begins at multiples.
 _LARGEST_SMALL_BYTES = 1 << 20
 _ALIGNED_BYTES = 512
+# The allocator's own pieces: at least that for what is not very large, and what is larger in multiples.
+_LEAST_PIECE_BYTES = 20 << 20
+_VERY_LARGE_BYTES = 10 << 20
+_PIECE_MULTIPLE_BYTES = 2 << 20
+# A piece is so much larger, one part in, if then all fits: less than what sharing wastes.
+_MOST_BEYOND = 64
+_MOST_TRIES = 4
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Attributes:
+    own_bytes, shared_bytes: how large they are, 0 for none.
+    apart: temporaries that lie in the first one, by the name of their program.
+    """
+
+    own_bytes: int
+    shared_bytes: int
+    apart: Mapping[str, Collection[str]]
 
 
 class InOnePiece:
-    """A forward whose recording leaves free memory for its backward.
+    """A forward or a backward that is recorded with such pieces.
 
     Args:
-        program: the forward.
-        room: bytes, or 0 if nothing is to be recorded within it; then its temporaries are shared.
+        pieces: ``None`` if the backward is not recorded within the forward; then all temporaries are shared.
+        is_first: whether the recording begins with the allocation of the pieces.
     """
 
-    def __init__(self, program: Program, room: Callable[[], int]) -> None:
-        self._program, self._room = program, room
+    def __init__(self, program: Program, pieces: Callable[[], Pieces | None], *, is_first: bool) -> None:
+        self._program, self._pieces, self._is_first = program, pieces, is_first
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         return self._program(inputs)
 
     def sharing(self, memory: TemporaryMemory) -> Program:
-        """See ``SharingProgram``; where it is called, the current GPU is the program's."""
-        room = self._room()
-        if not room:
+        """See ``SharingProgram``; where the result is called, the current GPU is the program's."""
+        pieces = self._pieces()
+        if pieces is None:
             return sharing(self._program, memory)
+        program = sharing(self._program, _PartOfTemporaries(memory, pieces.apart))
+        if not self._is_first:
+            return program
 
         def run(inputs: list[Any]) -> Sequence[Any]:
-            torch.empty(room, dtype=torch.uint8, device="cuda")
-            return self._program(inputs)
+            _make_room(pieces.own_bytes)
+            memory.enter()
+            _make_room(pieces.shared_bytes)
+            memory.leave()
+            return program(inputs)
 
         return run
 
 
-def bytes_of_both(
-    forward: Executable, backward: Executable, kept: Mapping[int, int], num_visible: int
-) -> int:
-    """What a forward and then its backward need at once of large memory; 0 if their programs do not say.
-
-    Args:
-        kept: position among the backward's inputs -> position among the forward's results.
-        num_visible: how many of the first results are held by others.
-    """
-    lives = _Lives()
-    results = lives.run(forward, [None] * len(forward.schedule.inputs))
-    if results is None:
-        return 0
-    visible = {*results[:num_visible]}
-    given: list[int | None] = [None] * len(backward.schedule.inputs)
-    for position, k in kept.items():
-        if results[k] not in visible:
-            given[position] = lives.hold(results[k])
-    lives.drop(memory for memory in results if memory not in visible)
-    return 0 if lives.run(backward, given) is None else lives.most_bytes()
+def _make_room(size: int) -> None:
+    if size:
+        torch.empty(size, dtype=torch.uint8, device="cuda")
 
 
-class _Lives:
-    """When programs allocate memory, and when nobody holds it any more. A memory is a number, ``None`` what is not
-    known or is somebody else's."""
+@dataclass(frozen=True)
+class _PartOfTemporaries:
+    memory: TemporaryMemory
+    names: Mapping[str, Collection[str]]
 
-    def __init__(self) -> None:
-        self._time = 0
-        self._bytes: list[int] = []
-        self._begins: list[int] = []
-        self._ends: dict[int, int] = {}
-        self._holders: Counter[int] = Counter()
+    def enter(self) -> None:
+        self.memory.enter()
 
-    def hold(self, memory: int | None) -> int | None:
-        if memory is not None:
-            self._holders[memory] += 1
-        return memory
+    def leave(self) -> None:
+        self.memory.leave()
 
-    def drop(self, memories: Any) -> None:
-        for memory in memories:
-            if memory is not None:
-                self._holders[memory] -= 1
-                if not self._holders[memory]:
-                    self._ends[memory] = self._time
+    def apart(self, program: str) -> Collection[str]:
+        return self.names.get(program, ())
 
-    def run(self, executable: Executable, inputs: Sequence[int | None]) -> list[int | None] | None:
-        """The results, held for the caller as the inputs were; ``None`` if a region's instructions are not known."""
-        schedule = executable.schedule
-        values = dict(zip(schedule.inputs, inputs, strict=True))
-        for number, compute in enumerate(schedule.computes):
-            region = executable.regions[compute.name]
-            if not isinstance(region, LinkedProgram) or region.instructions is None:
-                return None
-            given = [self.hold(values[name]) for name in compute.inputs]
-            still = {name for later in schedule.computes[number + 1 :] for name in later.inputs}
-            still.update(name for name in schedule.outputs if name is not None)
-            self.drop([values.pop(name) for name in {*values} - still])
-            results = self._run_region(region.instructions(), given)
-            values.update(zip(compute.outputs, results, strict=True))
-        found = [None if name is None else self.hold(values[name]) for name in schedule.outputs]
-        self.drop(values.values())
-        return found
 
-    def _run_region(self, instructions: Instructions, given: Sequence[int | None]) -> list[int | None]:
-        held = dict(zip(instructions.given, given, strict=False))
-        for step in instructions.steps:
-            self._time += 1
-            match step:
-                case Allocate(buffer, taken):
-                    old = next((held[name] for name in taken if self._is_held_once(held.get(name))), None)
-                    held[buffer] = self._made(instructions, buffer) if old is None else self.hold(old)
-                case Call(call) if not call.out:
-                    given_memory = next(
-                        (held[name] for name in sorted(reads(call)) if held.get(name) is not None), None
-                    )
-                    for name in filter(None, call.outputs):
-                        is_view = may_alias(call.target) and given_memory is not None
-                        held[name] = self.hold(given_memory) if is_view else self._made(instructions, name)
-                case Free(buffers):
-                    self.drop([held.pop(name, None) for name in buffers])
-                case _:
-                    pass
-        views = [
-            None if view is None else instructions.in_owner(view) for view in instructions.program.outputs
-        ]
-        results = [None if view is None else self.hold(held.get(view.buffer)) for view in views]
-        self._time += 1
-        self.drop(held.values())
-        return results
+def pieces_for(memories: Sequence[Memory]) -> Pieces:
+    """For the memory of a forward and its backward, in the order in which it is allocated."""
+    large = [memory for memory in memories if memory.bytes > _LARGEST_SMALL_BYTES]
+    own = {memory for memory in large if memory.outlasts}
+    size = _piece_bytes([memory for memory in large if memory in own])
+    most = _rounded(size + size // _MOST_BEYOND)
 
-    def _is_held_once(self, memory: int | None) -> bool:
-        return memory is not None and self._holders[memory] == 1
+    def add(calls: Sequence[Sequence[Memory]]) -> None:
+        """What fits, all at once if possible: what does not is a few that live beside most of what is kept."""
+        if not calls:
+            return
+        together = own.union(*calls)
+        if not _bytes_beyond([memory for memory in large if memory in together], most):
+            own.update(together)
+        elif len(calls) > 1:
+            half = len(calls) // 2
+            add(calls[:half])
+            add(calls[half:])
 
-    def _made(self, instructions: Instructions, buffer: str) -> int | None:
-        self._bytes.append(span_bytes(instructions.buffers[buffer]))
-        self._begins.append(self._time)
-        return self.hold(len(self._bytes) - 1)
+    temporaries = [memory for memory in large if memory not in own]
+    # What one call makes lies in one place.
+    add([[*made] for _, made in groupby(temporaries, lambda memory: memory.begins)])
+    names: dict[str, set[str]] = {}
+    for memory in own:
+        for program, buffer in memory.buffers:
+            names.setdefault(program, set()).add(buffer)
+    own_bytes = _piece_bytes([memory for memory in large if memory in own], most)
+    return Pieces(own_bytes, _piece_bytes([memory for memory in large if memory not in own]), names)
 
-    def most_bytes(self) -> int:
-        """Where each large allocation is put into the smallest gap, as torch's allocator does."""
-        large = [memory for memory, size in enumerate(self._bytes) if size > _LARGEST_SMALL_BYTES]
-        used = {
-            str(memory): (self._begins[memory], self._ends.get(memory, self._time) - 1) for memory in large
-        }
-        sizes = {str(memory): self._bytes[memory] for memory in large}
-        return offsets(used, sizes, _ALIGNED_BYTES, _LARGEST_SMALL_BYTES)[1]
+
+def _piece_bytes(memories: Sequence[Memory], most: int | None = None) -> int:
+    """How large a piece is in which they fit, ``most`` if that is known to do; else it may be a little too small."""
+    size = _rounded(_bytes_beyond(memories))
+    for _ in range(_MOST_TRIES):
+        if most is not None and size >= most:
+            return most
+        # A piece with an end has smaller gaps at its end.
+        beyond = _bytes_beyond(memories, size)
+        if not beyond:
+            return size
+        size = _rounded(size + beyond)
+    return size if most is None else most
+
+
+def _rounded(size: int) -> int:
+    if 0 < size < _VERY_LARGE_BYTES:
+        return _LEAST_PIECE_BYTES
+    return -(-size // _PIECE_MULTIPLE_BYTES) * _PIECE_MULTIPLE_BYTES
+
+
+def _bytes_beyond(memories: Sequence[Memory], room: int = 0) -> int:
+    """What they need beside a piece of that size, where each goes into the smallest gap, as with torch's allocator."""
+    used = {memory: (memory.begins, memory.ends) for memory in memories}
+    sizes = {memory: memory.bytes for memory in memories}
+    return offsets(used, sizes, _ALIGNED_BYTES, _LARGEST_SMALL_BYTES, [room])[1]

@@ -14,9 +14,10 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import TypeVar
 
 import torch
 
@@ -27,6 +28,8 @@ from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 _LARGEST_BYTES = 1 << 17
 _LARGEST_RESULT_BYTES = 1 << 14
 _ALIGNED_BYTES = 128
+
+Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -103,19 +106,24 @@ def _positions_in_use(program: LoopProgram) -> dict[str, tuple[int, int]]:
 
 
 def offsets(
-    used: Mapping[str, tuple[int, int]],
-    sizes: Mapping[str, int],
+    used: Mapping[Name, tuple[float, float]],
+    sizes: Mapping[Name, int],
     aligned_bytes: int,
     least_rest: int | None = None,
-) -> tuple[dict[str, int], int]:
+    room: Sequence[int] = (),
+) -> tuple[dict[Name, int], int]:
     """Each in the first gap between those in use when it begins, and the size of the whole.
 
     Args:
         least_rest: for what torch's allocator does, which takes the smallest gap, and all of it if fewer bytes remain.
+        room: sizes of further gaps, which have offsets below 0 and count for nothing.
     """
-    found: dict[str, int] = {}
-    living: list[tuple[int, int, int]] = []  # last position, offset, end
+    found: dict[Name, int] = {}
+    living: list[tuple[float, int, int]] = []  # last position, offset, end
     gaps: list[tuple[float, float]] = [(0, math.inf)]  # in order, each apart from the next
+    for size in room:
+        end = gaps[0][0] - 1
+        gaps.insert(0, (end - size, end))
     whole = 0
     for name, (first, last) in sorted(used.items(), key=lambda item: item[1][0]):
         while living and living[0][0] < first:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -62,6 +62,9 @@ class SharedMemory:
             self._is_entered = False
             end_allocating(self._index, self._pool)
             release_pool(self._index, self._pool)
+
+    def apart(self, program: str) -> Collection[str]:
+        return ()
 
     def in_turn(self, replay: Callable[[], None]) -> Callable[[], None]:
         """A replay on the current stream, which waits for the one before and lets the next one wait for it."""

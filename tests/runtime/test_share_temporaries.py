@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -19,7 +19,13 @@ from gradsplit.compile_core.ir.communicator import Program
 from gradsplit.compile_core.ir.loops import LoopProgram, Step, View
 from gradsplit.compile_core.ir.temporary_memory import SharingProgram, sharing
 from gradsplit.compile_core.runtime.cuda_graphs import graph_programs
-from gradsplit.compile_core.runtime.instructions import Allocate, Instruction, Switch, instructions_of
+from gradsplit.compile_core.runtime.instructions import (
+    Allocate,
+    Instruction,
+    Instructions,
+    Switch,
+    instructions_of,
+)
 from gradsplit.compile_core.runtime.link_program import LinkedProgram, link_program
 from gradsplit.compile_core.runtime.share_temporaries import share_temporaries
 from tests.runtime.recorder_on_cpu import RecorderOnCpu
@@ -29,11 +35,13 @@ aten = torch.ops.aten
 SHARED, OWN = Switch(True), Switch(False)
 
 
-def switches(steps: list[Step], outputs: list[View | None], *names: str) -> list[Any]:
+def switches(
+    steps: list[Step], outputs: list[View | None], *names: str, apart: Collection[str] = ()
+) -> list[Any]:
     """Buffers as they are allocated, nests and calls as they run, and where memory changes."""
     buffers = {name: spec(3) for name in ("x", *names)}
     program = LoopProgram("test", ("x",), (), buffers, {}, tuple(steps), tuple(outputs))
-    shared = share_temporaries(instructions_of(program, kernels_take_addresses=False))
+    shared = share_temporaries(instructions_of(program, kernels_take_addresses=False), apart)
     return [shown for step in shared.steps if (shown := _shown(step)) is not None]
 
 
@@ -73,6 +81,41 @@ def test_calls_of_torchs_kernels() -> None:
     assert found == [SHARED, OWN, SHARED, OWN]
 
 
+def test_temporaries_that_lie_apart() -> None:
+    steps: list[Step] = [
+        doubling("one", "x", "y", 3),
+        doubling("two", "y", "z", 3),
+        extern(aten.reshape.default, (whole("z", 3), [3]), "view"),
+        extern(aten.topk.default, (whole("view", 3), 3), "v", "w"),
+        doubling("three", "w", "result", 3),
+    ]
+    names = ("y", "z", "view", "v", "w", "result")
+    found = switches(steps, [whole("result", 3)], *names, apart=["y", "v"])
+    assert found == ["y", SHARED, "z", OWN, "result"]
+    # What it is a view of lies there, too.
+    found = switches(steps, [whole("result", 3)], *names, apart=["view"])
+    assert found == [SHARED, "y", OWN, "z", SHARED, OWN, "result"]
+
+
+def test_what_lies_in_own_memory_takes_no_shared_memory() -> None:
+    """Of the backward of a loss: the logits' gradient takes the memory of what was saved, or of a temporary."""
+    steps = [
+        Allocate("t", ("x", "y")),
+        *(
+            Allocate("a", ("t", "x", "s", "b", "result")),
+            Allocate("s", ("a",)),
+            Allocate("result", ("s", "a")),
+        ),
+    ]
+    program = LoopProgram("test", ("x",), (), {}, {}, (), (whole("result", 3),))
+    instructions = Instructions(program, ("x",), tuple(steps), {}, {}, frozenset())
+    found = share_temporaries(instructions, ["a", "b"]).steps
+    assert [step for step in found if isinstance(step, Allocate)] == [
+        Allocate("t", ("x", "y")),
+        *(Allocate("a", ("x", "b", "result")), Allocate("s", ("a",)), Allocate("result", ("a",))),
+    ]
+
+
 def test_what_a_result_may_be_a_view_of_is_a_result() -> None:
     steps: list[Step] = [
         doubling("one", "x", "y", 3),
@@ -110,6 +153,9 @@ class NotedMemory(TorchDispatchMode):
     def leave(self) -> None:
         assert self.is_entered
         self.is_entered = False
+
+    def apart(self, program: str) -> Collection[str]:
+        return ()
 
     def holds(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in self.shared
