@@ -12,7 +12,9 @@ two cores each; while one is timed all others are stopped, so that nothing else 
 Figures: milliseconds of a step (the median of rows), processor seconds of the first step with empty caches beyond a
 later one, the peak of memory over some steps without what other sides hold, and the loss of the first step. The memory
 is what tensors have; where CUDA graphs are recorded, whose memory torch's allocator counts as free between replays, it
-is what the allocator holds. Models that were not timed when ``--limit-s`` has passed are named.
+is what the allocator holds. cuBLAS has 32 MiB or more for each thread and stream, for good: what plain steps and other
+sides left there is freed before a side begins, so each pays for its own. Models that were not timed when ``--limit-s``
+has passed are named.
 """
 
 from __future__ import annotations
@@ -295,6 +297,8 @@ def _first_steps(step: Callable[[], Any], device: torch.device, is_recorded: boo
     if is_recorded:
         held, peak = torch.cuda.memory_reserved, torch.cuda.max_memory_reserved
     if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         before_bytes = held()
     begin_s = processor_seconds()
