@@ -28,6 +28,8 @@ from gradsplit.compile_core.runtime.place_buffers import offsets
 # What is smaller lies in pieces that torch's allocator has for it; what is larger begins at multiples.
 _LARGEST_SMALL_BYTES = 1 << 20
 _ALIGNED_BYTES = 512
+# Of a gap no fewer bytes remain.
+_LEAST_REST_BYTES = _LARGEST_SMALL_BYTES + _ALIGNED_BYTES
 # The allocator's own pieces: at least that for what is not very large, and what is larger in multiples.
 _LEAST_PIECE_BYTES = 20 << 20
 _VERY_LARGE_BYTES = 10 << 20
@@ -156,4 +158,4 @@ def _bytes_beyond(memories: Sequence[Memory], room: int = 0) -> int:
     """What they need beside a piece of that size, where each goes into the smallest gap, as with torch's allocator."""
     used = {memory: (memory.begins, memory.ends) for memory in memories}
     sizes = {memory: memory.bytes for memory in memories}
-    return offsets(used, sizes, _ALIGNED_BYTES, _LARGEST_SMALL_BYTES, [room])[1]
+    return offsets(used, sizes, _ALIGNED_BYTES, _LEAST_REST_BYTES, [room])[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,8 +18,9 @@ from gradsplit.compile_core.runtime import cuda_graphs, one_piece
 from gradsplit.compile_core.runtime.memory_lives import Memory
 from gradsplit.compile_core.runtime.one_piece import InOnePiece, Pieces, pieces_for
 from tests.runtime.recorder_on_cpu import LendingRecorder
+from tests.runtime.test_lent_memory import STEPS, add_up, drop_before, run
 from tests.runtime.test_lent_memory import Step as TrainingStep
-from tests.runtime.test_lent_memory import add_up, drop_before, run
+from tests.runtime.test_share_temporaries import run_sharing
 
 MIB = 1 << 20
 
@@ -77,6 +79,59 @@ def test_where_the_piece_ends_the_gap_is_small() -> None:
     lines = [("a", 30, 0, 3, True), ("b", 30, 1, 9, True), ("c", 30, 2, 3, True), ("d", 29, 4, 9, True)]
     own, shared, names = found(*lines, ("e", 30, 5, 9, True))
     assert (own, shared, names) == (90, 0, "abcde")
+
+
+def fits(memories: Sequence[Memory], size: int) -> bool:
+    """Whether torch's allocator needs no more than a piece of that size, by its rules for blocks of one segment."""
+    blocks: list[tuple[int, int, Memory | None]] = [(0, size, None)]  # offset, bytes, what is there
+    for moment in range(200):
+        for number, (offset, length, memory) in enumerate(blocks):
+            if memory is not None and memory.ends < moment:
+                blocks[number] = (offset, length, None)
+        joined: list[tuple[int, int, Memory | None]] = []
+        for offset, length, memory in blocks:
+            if joined and memory is None and joined[-1][2] is None:
+                joined[-1] = (joined[-1][0], joined[-1][1] + length, None)
+            else:
+                joined.append((offset, length, memory))
+        blocks = joined
+        for memory in memories:
+            if memory.begins == moment:
+                needed = -(-memory.bytes // 512) * 512
+                free = [block for block in blocks if block[2] is None and block[1] >= needed]
+                if not free:
+                    return False
+                best = min(free, key=lambda block: (block[1], block[0]))
+                offset, length, _ = best
+                is_split = length - needed > MIB
+                parts = [(offset, needed if is_split else length, memory)]
+                parts += [(offset + needed, length - needed, None)] if is_split else []
+                number = blocks.index(best)
+                blocks[number : number + 1] = parts
+    return True
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_is_told_to_fit_fits(seed: int) -> None:
+    """Torch's allocator puts random allocations into the pieces."""
+    generator = random.Random(seed)
+    made = []
+    for begins in range(100):
+        outlasts = generator.random() < 0.5
+        ends = max(begins, 199 - begins - generator.randint(0, 9)) if outlasts else begins
+        size = generator.choice([1.5, 4, 6.25, 16, 31])
+        made.append((f"b{begins}", size, begins, ends + generator.randint(0, 3), outlasts))
+    for begins in range(100, 190):
+        outlasts = generator.random() < 0.2
+        ends = math.inf if outlasts else begins + generator.randint(0, 4)
+        made.append((f"b{begins}", generator.choice([1.5, 3.75, 17, 47]), begins, ends, outlasts))
+    everything = memories(*made)
+    pieces = pieces_for(everything)
+    names = pieces.apart["program"]
+    beside = [memory for memory in everything if any(name in names for _, name in memory.buffers)]
+    others = [memory for memory in everything if memory not in beside]
+    assert all(memory in beside for memory in everything if memory.outlasts) and len(beside) > 60
+    assert fits(beside, pieces.own_bytes) and fits(others, pieces.shared_bytes)
 
 
 class Shared:
@@ -171,3 +226,34 @@ def test_there_are_pieces_if_a_backward_may_be_recorded_in_them(
     assert recorder.asked[:2] == [(True, False, True), (False, True, True)]
     further_ones = recorder.asked[2:]
     assert len(further_ones) == further and not any(within or pieces for _, within, pieces in further_ones)
+
+
+class SharingLendingRecorder(LendingRecorder):
+    """Spoils what is overwritten, and looks where results are."""
+
+    def _recorded(self, program: Program, inputs: list[torch.Tensor]) -> Any:
+        return super()._recorded(lambda arguments: run_sharing(program, arguments)[0], inputs)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_training_with_temporaries_here_and_there(
+    step: TrainingStep, region_form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With pieces for small allocations, too. A dispatch mode sees where those lie that are made in Python."""
+    made: list[Pieces] = []
+
+    def noted(memories: Sequence[Memory]) -> Pieces:
+        made.append(pieces_for(memories))
+        return made[-1]
+
+    monkeypatch.setattr(one_piece, "_LARGEST_SMALL_BYTES", 0)
+    monkeypatch.setattr(one_piece, "_rounded", lambda size: size)
+    monkeypatch.setattr(one_piece, "_make_room", lambda size: None)
+    monkeypatch.setattr(cuda_graphs, "pieces_for", noted)
+    recorder = SharingLendingRecorder()
+    programs = functools.partial(cuda_graphs.graph_programs, recorder=recorder)
+    monkeypatch.setattr(pipeline, "with_cuda_graphs", programs)
+    run(step, 12, backend="triton")
+    assert recorder.within == STEPS[step]
+    (pieces,) = made
+    assert pieces.own_bytes and pieces.shared_bytes and pieces.apart

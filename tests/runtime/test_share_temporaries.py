@@ -175,6 +175,18 @@ class NotedMemory(TorchDispatchMode):
         return results
 
 
+def run_sharing(program: Program, arguments: list[Any]) -> tuple[Sequence[Any], int]:
+    """The results, none of which lies in shared memory, and how often that was entered."""
+    assert isinstance(program, SharingProgram)
+    memory = NotedMemory()
+    shared = sharing(program, memory)
+    with memory:
+        results = shared(arguments)
+    assert not memory.is_entered
+    assert not any(map(memory.holds, results))
+    return results, memory.entered
+
+
 class SharingRecorder(RecorderOnCpu):
     """Has programs share their temporaries, and looks where the results are.
 
@@ -189,16 +201,9 @@ class SharingRecorder(RecorderOnCpu):
     def record(
         self, program: Program, inputs: list[torch.Tensor], within: Any = None
     ) -> tuple[Callable[[], None], Sequence[Any]]:
-        assert isinstance(program, SharingProgram)
-
         def noted(arguments: list[Any]) -> Sequence[Any]:
-            memory = NotedMemory()
-            shared = sharing(program, memory)
-            with memory:
-                results = shared(arguments)
-            assert not memory.is_entered
-            self.entered += memory.entered
-            assert not any(map(memory.holds, results))
+            results, entered = run_sharing(program, arguments)
+            self.entered += entered
             return results
 
         return super().record(noted, inputs, within)
