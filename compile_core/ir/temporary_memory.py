@@ -13,11 +13,15 @@ from gradsplit.compile_core.ir.communicator import Program
 
 
 class TemporaryMemory(Protocol):
-    """Where allocations of this thread lie from ``enter`` to ``leave``."""
+    """Where allocations of the current GPU by this thread lie from ``enter`` to ``leave``."""
 
     def enter(self) -> None: ...
 
     def leave(self) -> None: ...
+
+    def make_room(self, size: int) -> None:
+        """So many bytes are free in one piece from now on, between two programs."""
+        ...
 
     def apart(self, program: str) -> Collection[str]:
         """Temporaries of the program of this name that lie with its results nevertheless."""

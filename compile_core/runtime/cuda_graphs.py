@@ -36,7 +36,7 @@ from gradsplit.compile_core.runtime.lent_tensors import lent_tensors
 from gradsplit.compile_core.runtime.memory_lives import memory_of_both
 from gradsplit.compile_core.runtime.one_piece import InOnePiece, Pieces, pieces_for
 from gradsplit.compile_core.runtime.recorded_segments import GraphedBackward, SegmentRecorder, StoringProgram
-from gradsplit.compile_core.runtime.shared_memory import SharedMemory, shared_memory
+from gradsplit.compile_core.runtime.shared_memory import shared_memory
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class CudaRecorder:
                     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                     try:
                         if memory is not None and self._calls_cublas:
-                            _have_workspace(memory)
+                            memory.have_workspace()
                         results = program(inputs)
                     finally:
                         try:
@@ -146,14 +146,6 @@ class CudaRecorder:
         if stream is not None and stream != current:
             current.wait_stream(stream)
         return current
-
-
-def _have_workspace(memory: SharedMemory) -> None:
-    """Torch gives cuBLAS 32 MiB at the first product of each thread on a stream, for good: not amidst what one
-    recording computes."""
-    memory.enter()
-    torch.cuda.current_blas_handle()
-    memory.leave()
 
 
 @cache

@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-import torch
-
 from gradsplit.compile_core.ir.communicator import Program
 from gradsplit.compile_core.ir.temporary_memory import TemporaryMemory, sharing
 from gradsplit.compile_core.runtime.memory_lives import Memory
 from gradsplit.compile_core.runtime.place_buffers import offsets
+from gradsplit.compile_core.runtime.shared_memory import piece_of
 
 # What is smaller lies in pieces that torch's allocator has for it; what is larger begins at multiples.
 _LARGEST_SMALL_BYTES = 1 << 20
@@ -75,18 +74,11 @@ class InOnePiece:
             return program
 
         def run(inputs: list[Any]) -> Sequence[Any]:
-            _make_room(pieces.own_bytes)
-            memory.enter()
-            _make_room(pieces.shared_bytes)
-            memory.leave()
+            piece_of(pieces.own_bytes)
+            memory.make_room(pieces.shared_bytes)
             return program(inputs)
 
         return run
-
-
-def _make_room(size: int) -> None:
-    if size:
-        torch.empty(size, dtype=torch.uint8, device="cuda")
 
 
 @dataclass(frozen=True)
@@ -99,6 +91,9 @@ class _PartOfTemporaries:
 
     def leave(self) -> None:
         self.memory.leave()
+
+    def make_room(self, size: int) -> None:
+        self.memory.make_room(size)
 
     def apart(self, program: str) -> Collection[str]:
         return self.names.get(program, ())

@@ -42,6 +42,7 @@ class SharedMemory:
         self._index = index
         self._pool = torch.cuda.graph_pool_handle()
         self._is_entered = False
+        self._room_bytes = 0
         # Torch keeps a pool until each ``begin_allocating`` has been followed by its ``release_pool``.
         begin_allocating(index, self._pool)
         end_allocating(index, self._pool)
@@ -62,6 +63,22 @@ class SharedMemory:
             self._is_entered = False
             end_allocating(self._index, self._pool)
             release_pool(self._index, self._pool)
+
+    def make_room(self, size: int) -> None:
+        """See ``TemporaryMemory``."""
+        self._room_bytes = max(self._room_bytes, size)
+        self.enter()
+        piece_of(size)
+        self.leave()
+
+    def have_workspace(self) -> None:
+        """Torch gives cuBLAS 32 MiB at the first product of each thread on a stream, for good: here, not amidst what
+        one recording computes, and beside the piece that recordings share."""
+        self.enter()
+        piece = piece_of(self._room_bytes)
+        torch.cuda.current_blas_handle()
+        del piece
+        self.leave()
 
     def apart(self, program: str) -> Collection[str]:
         return ()
@@ -101,6 +118,11 @@ class SharedMemory:
                 address = result.untyped_storage().data_ptr()
                 if any(address in segment for segment in shared):
                     raise InternalError("a result of a recording lies in memory that other recordings use")
+
+
+def piece_of(size: int) -> torch.Tensor:
+    """Memory of the current GPU."""
+    return torch.empty(size, dtype=torch.uint8, device="cuda")
 
 
 _memories: weakref.WeakValueDictionary[int, SharedMemory] = weakref.WeakValueDictionary()

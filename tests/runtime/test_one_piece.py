@@ -146,6 +146,9 @@ class Shared:
     def leave(self) -> None:
         self.log.append("leave")
 
+    def make_room(self, size: int) -> None:
+        self.log.append(("room", size))
+
     def apart(self, program: str) -> Sequence[str]:
         return ()
 
@@ -164,7 +167,7 @@ class Sharing:
 
 def test_room_is_made_and_left_before_anything_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[Any] = []
-    monkeypatch.setattr(one_piece.torch, "empty", lambda size, dtype, device: log.append((size, device)))
+    monkeypatch.setattr(one_piece, "piece_of", log.append)
     forward, backward, memory = Sharing(), Sharing(), Shared(log)
     pieces = [Pieces(5, 7, {"program": {"t"}})]
     first, second = (
@@ -172,7 +175,7 @@ def test_room_is_made_and_left_before_anything_is_computed(monkeypatch: pytest.M
     )
     assert first([1]) == [1] and not log
     assert first.sharing(memory)([2]) == [2]
-    assert log == [(5, "cuda"), "enter", (7, "cuda"), "leave"]
+    assert log == [5, ("room", 7)]
     log.clear()
     assert second.sharing(memory)([2]) == [2] and not log
     for program in (forward, backward):
@@ -248,7 +251,7 @@ def test_training_with_temporaries_here_and_there(
 
     monkeypatch.setattr(one_piece, "_LARGEST_SMALL_BYTES", 0)
     monkeypatch.setattr(one_piece, "_rounded", lambda size: size)
-    monkeypatch.setattr(one_piece, "_make_room", lambda size: None)
+    monkeypatch.setattr(one_piece, "piece_of", lambda size: None)
     monkeypatch.setattr(cuda_graphs, "pieces_for", noted)
     recorder = SharingLendingRecorder()
     programs = functools.partial(cuda_graphs.graph_programs, recorder=recorder)

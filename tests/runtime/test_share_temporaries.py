@@ -154,6 +154,8 @@ class NotedMemory(TorchDispatchMode):
         assert self.is_entered
         self.is_entered = False
 
+    def make_room(self, size: int) -> None: ...
+
     def apart(self, program: str) -> Collection[str]:
         return ()
 

@@ -127,6 +127,31 @@ def test_what_fails_while_it_was_entered_leaves_it(device: Device) -> None:
     ]
 
 
+def test_a_workspace_lies_beside_the_piece_that_recordings_share(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = device.log
+
+    class Piece:
+        def __init__(self, size: int) -> None:
+            log.append(f"allocates {size}")
+
+        def __del__(self) -> None:
+            log.append("frees it")
+
+    monkeypatch.setattr(shared_memory, "piece_of", Piece)
+    monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: log.append("workspace"))
+    memory = SharedMemory(0)
+    log.clear()
+    entered, left = ["begin_allocating 0 (0, 7)"], ["end_allocating 0 (0, 7)", "release_pool 0 (0, 7)"]
+    for size in (5, 3):
+        memory.make_room(size)
+        assert log == [*entered, f"allocates {size}", "frees it", *left]
+        log.clear()
+    memory.have_workspace()
+    assert log == [*entered, "allocates 5", "workspace", "frees it", *left]
+
+
 def test_there_is_one_a_gpu_for_as_long_as_it_is_needed(device: Device) -> None:
     first = shared_memory.shared_memory(0)
     assert first is not None
