@@ -34,7 +34,7 @@ from gradsplit.compile_core.runtime.graphed_program import (
 )
 from gradsplit.compile_core.runtime.lent_tensors import lent_tensors
 from gradsplit.compile_core.runtime.memory_lives import memory_of_both
-from gradsplit.compile_core.runtime.one_piece import InOnePiece, Pieces, pieces_for
+from gradsplit.compile_core.runtime.one_piece import InOnePiece, Pieces, may_be_split, pieces_for
 from gradsplit.compile_core.runtime.recorded_segments import GraphedBackward, SegmentRecorder, StoringProgram
 from gradsplit.compile_core.runtime.shared_memory import shared_memory
 
@@ -208,7 +208,10 @@ def graph_programs(
 
     def pieces() -> Pieces | None:
         """Of the forward's recording for the backward's, if that may be within it."""
-        return computed_pieces() if backward is not None and graphed_backward.may_overwrite else None
+        if backward is None or not graphed_backward.may_overwrite:
+            return None
+        found = computed_pieces()
+        return None if found is None or not may_be_split(found) else found
 
     results = graph_results(graph.forward)
     returned = {

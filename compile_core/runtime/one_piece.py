@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+import torch
+
 from gradsplit.compile_core.ir.communicator import Program
 from gradsplit.compile_core.ir.temporary_memory import TemporaryMemory, sharing
 from gradsplit.compile_core.runtime.memory_lives import Memory
@@ -97,6 +99,12 @@ class _PartOfTemporaries:
 
     def apart(self, program: str) -> Collection[str]:
         return self.names.get(program, ())
+
+
+def may_be_split(pieces: Pieces) -> bool:
+    """Whether torch's allocator puts smaller allocations there: it can be told not to, by ``max_split_size_mb``."""
+    limit = torch.cuda.memory_stats().get("max_split_size", -1)
+    return limit < 0 or max(pieces.own_bytes, pieces.shared_bytes) < limit
 
 
 def pieces_for(memories: Sequence[Memory]) -> Pieces:

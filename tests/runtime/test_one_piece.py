@@ -16,7 +16,7 @@ from gradsplit.compile_core import pipeline
 from gradsplit.compile_core.ir.communicator import Program
 from gradsplit.compile_core.runtime import cuda_graphs, one_piece
 from gradsplit.compile_core.runtime.memory_lives import Memory
-from gradsplit.compile_core.runtime.one_piece import InOnePiece, Pieces, pieces_for
+from gradsplit.compile_core.runtime.one_piece import InOnePiece, Pieces, may_be_split, pieces_for
 from tests.runtime.recorder_on_cpu import LendingRecorder
 from tests.runtime.test_lent_memory import STEPS, add_up, drop_before, run
 from tests.runtime.test_lent_memory import Step as TrainingStep
@@ -132,6 +132,15 @@ def test_what_is_told_to_fit_fits(seed: int) -> None:
     others = [memory for memory in everything if memory not in beside]
     assert all(memory in beside for memory in everything if memory.outlasts) and len(beside) > 60
     assert fits(beside, pieces.own_bytes) and fits(others, pieces.shared_bytes)
+
+
+@pytest.mark.parametrize(("limit", "may_be"), [(None, True), (-1, True), (8, True), (7, False), (6, False)])
+def test_an_allocator_that_must_not_split_large_pieces(
+    limit: int | None, may_be: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stats = {} if limit is None else {"max_split_size": limit}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: stats)
+    assert may_be_split(Pieces(5, 7, {})) == may_be == may_be_split(Pieces(7, 5, {}))
 
 
 class Shared:
