@@ -13,6 +13,7 @@ themselves is not known: where it does not fit, the allocator asks for further p
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -38,6 +39,8 @@ _PIECE_MULTIPLE_BYTES = 2 << 20
 # A piece is so much larger, one part in, if then all fits: less than what sharing wastes.
 _MOST_BEYOND = 64
 _MOST_TRIES = 4
+# Of allocations, in all that is tried: a second or less.
+_MOST_PLACED = 300_000
 
 
 @dataclass(frozen=True)
@@ -113,28 +116,31 @@ def pieces_for(memories: Sequence[Memory]) -> Pieces:
     own = {memory for memory in large if memory.outlasts}
     size = _piece_bytes([memory for memory in large if memory in own])
     most = _rounded(size + size // _MOST_BEYOND)
-
-    def add(calls: Sequence[Sequence[Memory]]) -> None:
-        """What fits, all at once if possible: what does not is a few that live beside most of what is kept."""
-        if not calls:
-            return
-        together = own.union(*calls)
-        if not _bytes_beyond([memory for memory in large if memory in together], most):
-            own.update(together)
-        elif len(calls) > 1:
-            half = len(calls) // 2
-            add(calls[:half])
-            add(calls[half:])
-
     temporaries = [memory for memory in large if memory not in own]
-    # What one call makes lies in one place.
-    add([[*made] for _, made in groupby(temporaries, lambda memory: memory.begins)])
+    # What one call makes lies in one place. First what is large and held long. All at once is tried first, as often
+    # all fits but what lives beside most of what is kept; then halves, their halves, and so on.
+    calls = [[*made] for _, made in groupby(temporaries, lambda memory: memory.begins)]
+    parts = deque([sorted(calls, key=lambda made: -sum(map(_bytes_and_moments, made)))])
+    placed = 0
+    while parts and placed < _MOST_PLACED:
+        part = parts.popleft()
+        together = own.union(*part)
+        placed += len(together)
+        if not _bytes_beyond([memory for memory in large if memory in together], most):
+            own = together
+        elif len(part) > 1:
+            half = len(part) // 2
+            parts += [part[:half], part[half:]]
     names: dict[str, set[str]] = {}
     for memory in own:
         for program, buffer in memory.buffers:
             names.setdefault(program, set()).add(buffer)
     own_bytes = _piece_bytes([memory for memory in large if memory in own], most)
     return Pieces(own_bytes, _piece_bytes([memory for memory in large if memory not in own]), names)
+
+
+def _bytes_and_moments(memory: Memory) -> float:
+    return memory.bytes * (memory.ends - memory.begins + 1)
 
 
 def _piece_bytes(memories: Sequence[Memory], most: int | None = None) -> int:

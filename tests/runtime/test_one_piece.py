@@ -63,6 +63,14 @@ def test_a_little_more_for_what_else_would_be_shared() -> None:
     assert found(("k", 64, 0, 9, True), ("t", 8, 1, 2, False)) == (64, 20, "k")
 
 
+def test_what_is_not_tried_any_more_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [("k", 60, 2, 9, True), ("t", 40, 0, 1, False), ("u", 20, 0, 1, False), ("v", 80, 3, 4, False)]
+    assert found(*lines) == (60, 80, "ktu")
+    for most, expected in ((0, (60, 80, "k")), (6, (60, 80, "k")), (7, (60, 80, "ktu"))):
+        monkeypatch.setattr(one_piece, "_MOST_PLACED", most)
+        assert found(*lines) == expected
+
+
 def test_what_a_call_makes_lies_in_one_place() -> None:
     lines = [("k", 40, 0, 9, True), ("l", 20, 0, 1, True), ("t", 20, 2, 3, False), ("u", 20, 2, 3, False)]
     assert found(*lines) == (60, 40, "kl")
