@@ -106,6 +106,8 @@ def test_no_memory_to_time_in_means_torchs_kernel(
     assert "was not timed: no memory" in caplog.text
 
 
+# All tiles are compiled for each of nine choices: minutes where other tests have the processors, too.
+@pytest.mark.timeout(400)
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_every_tile_computes_on_a_gpu(
