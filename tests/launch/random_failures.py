@@ -76,6 +76,15 @@ def left_behind(marker: str) -> list[str]:
     return found
 
 
+def _why_taken(port: int) -> str:
+    """Why nobody can listen at a port; empty where somebody can."""
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
 def disturb(
     kind: str, job: subprocess.Popen[str], folder: Path, random_: random.Random
 ) -> tuple[set[int], str]:
@@ -156,10 +165,11 @@ def run_one(seed: int, kind: str | None = None) -> str | None:
         if left:
             return f"{kind}: left behind {left}"
         if (port := Path(name, "port")).exists() and port.read_text():
-            try:
-                socket.create_server(("", int(port.read_text()))).close()
-            except OSError as error:
-                return f"{kind}: the port of rank 0 is open: {error}"
+            # A process that ends has no command line any more before its files are closed.
+            while (fault := _why_taken(int(port.read_text()))) and time.monotonic() < until:
+                time.sleep(0.01)
+            if fault:
+                return f"{kind}: the port of rank 0 is open: {fault}"
         if job.returncode not in codes:
             return f"{kind}: exit code {job.returncode}\n{errors}"
         if said and said not in errors.splitlines()[-1]:
