@@ -41,7 +41,9 @@ from gradsplit.compile_core.autograd.tracing import random_decompositions
 from gradsplit.compile_core.backends.registry import Backend, GraphBackend, RegionBackend
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.captured import CapturedGraph
+from gradsplit.compile_core.ir.communication import may_communicate
 from gradsplit.compile_core.ir.communicator import Communicator, Program
+from gradsplit.compile_core.ir.data_checks import has_checks
 from gradsplit.compile_core.ir.graphs import JointGraph, PartitionedGraph
 from gradsplit.compile_core.ir.numbers import has_open_sizes
 from gradsplit.compile_core.ir.print_graph import print_graph, print_schedule
@@ -178,6 +180,8 @@ def compile_module(
         Exception: what the backend raises, unless ``config.suppress_errors``.
     """
     try:
+        if may_fail and has_checks(module) and may_communicate(module):
+            raise Unsupported("data-beside-collectives", "what is assumed of data may fail on one rank alone")
         if isinstance(backend, GraphBackend):
             with timed("backend"):
                 compiled = backend.compile(module, list(examples))

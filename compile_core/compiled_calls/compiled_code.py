@@ -57,6 +57,7 @@ from gradsplit.compile_core.compiled_calls.plain_frames import PlainFrames
 from gradsplit.compile_core.compiled_calls.record_captures import recording_failure
 from gradsplit.compile_core.errors import CodeLocation, CompileError, InternalError, Unsupported
 from gradsplit.compile_core.ir.captured import CapturedFrame, CapturedGraph, ResumePoint
+from gradsplit.compile_core.ir.communication import NOT_AGAIN, may_communicate
 from gradsplit.compile_core.ir.data_checks import is_failed_assumption
 from gradsplit.compile_core.observe.progress import progress
 from gradsplit.compile_core.observe.stage_times import timed
@@ -251,9 +252,12 @@ class CompiledCode:
         """The graph raised: plain Python raises the same at the user's line, after the effects that come before.
 
         Not so where a hook sees what autograd saves: the exception may be the hook's own, by which a checkpoint ends
-        the recomputation once it has all that it needs.
+        the recomputation once it has all that it needs. Nor where other ranks have answered what the graph sent.
         """
         if saved_tensor_hooks_are_active() and not is_failed_assumption(failures[0]):
+            raise failures.pop()
+        if graph is not None and may_communicate(graph.module):
+            failures[0].add_note(NOT_AGAIN)
             raise failures.pop()
         shown = repr(failures.pop())
         result = self._call_plain(*arguments)

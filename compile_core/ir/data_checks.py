@@ -30,6 +30,11 @@ def check_assumption(condition: Any) -> None:
         raise RuntimeError(_FAILED)
 
 
+def has_checks(graph: torch.fx.GraphModule) -> bool:
+    """Whether a captured graph checks assumptions."""
+    return any(node.target is check_assumption for node in graph.graph.nodes)
+
+
 def text_of_check(condition: str) -> str:
     """The text that a ``CHECK`` of this condition raises with."""
     return f"{_FAILED}: {condition}"
