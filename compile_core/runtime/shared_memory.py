@@ -68,8 +68,10 @@ class SharedMemory:
         """See ``TemporaryMemory``."""
         self._room_bytes = max(self._room_bytes, size)
         self.enter()
-        piece_of(size)
-        self.leave()
+        try:
+            piece_of(size)
+        finally:
+            self.leave()
 
     def have_workspace(self) -> None:
         """Torch gives cuBLAS 32 MiB at the first product of each thread on a stream, for good: here, not amidst what

@@ -14,7 +14,7 @@ from torch import nn
 
 from gradsplit.compile_core import pipeline
 from gradsplit.compile_core.ir.communicator import Program
-from gradsplit.compile_core.runtime import cuda_graphs, one_piece
+from gradsplit.compile_core.runtime import cuda_graphs, one_piece, shared_memory
 from gradsplit.compile_core.runtime.memory_lives import Memory
 from gradsplit.compile_core.runtime.one_piece import InOnePiece, Pieces, may_be_split, pieces_for
 from tests.runtime.recorder_on_cpu import LendingRecorder
@@ -180,6 +180,23 @@ class Sharing:
     def sharing(self, memory: Any) -> Program:
         self.memories.append(memory)
         return self
+
+
+def test_where_no_piece_is_so_large_the_program_runs_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(size: int) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(one_piece, "piece_of", fail)
+    monkeypatch.setattr(shared_memory, "piece_of", fail)
+    program = InOnePiece(Sharing(), lambda: Pieces(5, 7, {}), is_first=True)
+    assert program.sharing(Shared([]))([2]) == [2]
+    memory = object.__new__(shared_memory.SharedMemory)
+    memory._room_bytes, left = 0, []
+    monkeypatch.setattr(memory, "enter", lambda: None, raising=False)
+    monkeypatch.setattr(memory, "leave", lambda: left.append(True), raising=False)
+    with pytest.raises(torch.OutOfMemoryError):
+        memory.make_room(7)
+    assert left == [True]
 
 
 def test_room_is_made_and_left_before_anything_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
