@@ -180,7 +180,7 @@ def compile_module(
         Exception: what the backend raises, unless ``config.suppress_errors``.
     """
     try:
-        if may_fail and has_checks(module) and may_communicate(module):
+        if may_fail and has_checks(module.graph) and may_communicate(module):
             raise Unsupported("data-beside-collectives", "what is assumed of data may fail on one rank alone")
         if isinstance(backend, GraphBackend):
             with timed("backend"):

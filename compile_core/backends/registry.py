@@ -12,6 +12,7 @@ import torch
 
 from gradsplit.compile_core.backends import aot_eager, eager, generated_kernels, inductor
 from gradsplit.compile_core.backends.compile_elsewhere import compile_elsewhere
+from gradsplit.compile_core.ir.data_reads import DataEnds
 from gradsplit.compile_core.options import OPTIONS, unknown_name
 from gradsplit.compile_core.runtime.executable import Region
 
@@ -35,6 +36,10 @@ class GraphBackend:
     takes_options: bool = True
     ignored_options: frozenset[str] = frozenset()
     keeps_data: bool = False
+
+    def new_data_ends(self) -> DataEnds | None:
+        """For what is compiled in one way; None if it ``keeps_data`` only where somebody asked."""
+        return DataEnds(changes_last=False) if self.keeps_data else None
 
     def with_options(self, mode: str | None, options: Mapping[str, Any] | None) -> GraphBackend:
         """The backend that is called with these as keyword arguments, as far as they are given."""
@@ -83,6 +88,10 @@ class RegionBackend:
     ignored_options: frozenset[str] = frozenset()
     keeps_data: bool = False
     takes: Callable[[str], bool] = lambda name: False
+
+    def new_data_ends(self) -> DataEnds | None:
+        """For what is compiled in one way; what is traced changes its inputs last."""
+        return DataEnds(changes_last=True) if self.keeps_data else None
 
     def with_options(self, own: Mapping[str, Any]) -> RegionBackend:
         """The backend with options of its own."""

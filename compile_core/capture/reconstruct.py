@@ -45,8 +45,8 @@ from gradsplit.compile_core.capture.values.references import ReferenceValue
 from gradsplit.compile_core.capture.values.sets import SetValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue
 from gradsplit.compile_core.capture.values.view_copies import check_view_copies
+from gradsplit.compile_core.ir import data_checks
 from gradsplit.compile_core.ir.captured import RunnerCode
-from gradsplit.compile_core.ir.data_checks import draw_again, generator_states, is_failed_assumption
 from gradsplit.compile_core.ir.sources import variable_of
 from gradsplit.compile_core.torch_facts.thread_state import set_grad_enabled
 from gradsplit.compile_core.torch_facts.torch_switches import preserved_switches
@@ -339,16 +339,16 @@ class RunnerWriter(SourceWriter):
         """
         names = list(map(variable_of, arguments))
         lines = [*self.lines, *self._effects, *self.late, *last_lines]
-        has_checks = self.state.graph.has_checks
-        if has_graph and writes_inputs and not has_checks:
+        is_checked = data_checks.has_checks(self.state.graph.graph)
+        if has_graph and writes_inputs and not is_checked:
             lines = [*self._call_graph(), *lines]
         elif has_graph:
             noted, only_checks, went_back = [], [], []
-            if has_checks:
-                noted = [f"drawn = {self.constant(generator_states)}()"]
+            if is_checked:
+                noted = [f"drawn = {self.constant(data_checks.generator_states)}()"]
                 went_back = [
-                    f"    if {self.constant(is_failed_assumption)}(error):",
-                    f"        {self.constant(draw_again)}(drawn)",
+                    f"    if {self.constant(data_checks.is_failed_assumption)}(error):",
+                    f"        {self.constant(data_checks.draw_again)}(drawn)",
                 ]
                 only_checks = ["    else:", "        raise"] if writes_inputs else []
             lines = [

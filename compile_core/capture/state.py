@@ -266,10 +266,8 @@ class Capture(CaptureState):
         settings do not say so, and in a body, the symbols of which would be unknown outside of it."""
         if isinstance(self.graph, BodyGraph):
             return None
-        scalars, shapes = (
-            config.capture_scalar_outputs or self.only_checks,
-            config.capture_dynamic_output_shape_ops,
-        )
+        scalars = config.capture_scalar_outputs or self.only_checks
+        shapes = config.capture_dynamic_output_shape_ops
         if not (scalars and shapes) and self.data_reads.may_stay(self.frames[-1].place()):
             scalars = shapes = True
         return self.sizes.depending_on_data(scalars, shapes) if scalars or shapes else None

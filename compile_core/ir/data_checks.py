@@ -30,9 +30,9 @@ def check_assumption(condition: Any) -> None:
         raise RuntimeError(_FAILED)
 
 
-def has_checks(graph: torch.fx.GraphModule) -> bool:
+def has_checks(graph: torch.fx.Graph) -> bool:
     """Whether a captured graph checks assumptions."""
-    return any(node.target is check_assumption for node in graph.graph.nodes)
+    return bool(graph.find_nodes(op="call_function", target=check_assumption))
 
 
 def text_of_check(condition: str) -> str:

@@ -38,7 +38,8 @@ class DataReads:
     """
 
     def __init__(self, ends: DataEnds | None, may_end: bool = True) -> None:
-        self._ends = ends
+        self._is_unasked = ends is not None
+        self._ends = ends or DataEnds(changes_last=False)
         self.may_end = may_end
         self._found: dict[Place, None] = {}
 
@@ -48,26 +49,21 @@ class DataReads:
     @property
     def changes_last(self) -> bool:
         """Whether the graph, which has read data, changes what it was given last; see ``DataEnds``."""
-        return self._ends is not None and self._ends.changes_last and bool(self._found)
+        return self._ends.changes_last and bool(self._found)
 
     def may_stay(self, place: Place) -> bool:
         """Whether what is read here may stay in the graph, which then has it."""
-        stays = self._ends is not None and place not in self._ends.places
+        stays = self._is_unasked and place not in self._ends.places
         if stays:
             self._found[place] = None
         return stays
 
     def end_graphs(self) -> None:
         """Ends graphs at all places of this capture from now on."""
-        if self._ends is not None:
-            self._ends.places.update(self._found)
+        self._ends.places.update(self._found)
         self._found.clear()
 
     def guard(self) -> tuple[str, list[object], str]:
         """Condition, constants and text of the guard that none of the places ends graphs."""
         ended = "no value that data decide was needed where this graph but computes with it"
-        return (
-            "{c0}.isdisjoint({c1})",
-            [None if self._ends is None else self._ends.places, tuple(self._found)],
-            ended,
-        )
+        return "{c0}.isdisjoint({c1})", [self._ends.places, tuple(self._found)], ended

@@ -37,18 +37,12 @@ from gradsplit.compile_core.runtime.memory_lives import memory_of_both
 from gradsplit.compile_core.runtime.one_piece import InOnePiece, Pieces, may_be_split, pieces_for
 from gradsplit.compile_core.runtime.recorded_segments import GraphedBackward, SegmentRecorder, StoringProgram
 from gradsplit.compile_core.runtime.shared_memory import shared_memory
+from gradsplit.compile_core.torch_facts.dispatcher import MATRIX_PRODUCTS
 
 logger = logging.getLogger(__name__)
 
 # Results up to this size are copied out of a graph's memory at once: programs keep losses, and a copy costs one launch.
 _SMALL_BYTES = 1 << 16
-
-_PRODUCTS = {
-    torch.ops.aten.mm,
-    torch.ops.aten.addmm,
-    torch.ops.aten.bmm,
-    torch.ops.aten.baddbmm,
-}
 
 _one_at_a_time = threading.Lock()
 
@@ -284,7 +278,7 @@ def launches_kernels(module: torch.fx.GraphModule) -> bool:
 
 
 def _calls_cublas(module: torch.fx.GraphModule) -> bool:
-    return any(getattr(node.target, "overloadpacket", None) in _PRODUCTS for node in module.graph.nodes)
+    return any(getattr(node.target, "overloadpacket", None) in MATRIX_PRODUCTS for node in module.graph.nodes)
 
 
 def _returns(target: Any) -> Sequence[Any]:

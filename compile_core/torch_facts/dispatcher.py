@@ -10,6 +10,8 @@ from torch.fx import Node
 
 from gradsplit.compile_core.torch_facts.private_parts import private
 
+aten = torch.ops.aten
+
 has_kernel_for_key = private(
     "torch._C:_dispatch_has_kernel_for_dispatch_key", "which operators are made of others"
 )
@@ -37,6 +39,10 @@ sync = private("torch:_sync", _PURPOSE)
 enable_functionalization = private("torch:_enable_functionalization", _PURPOSE)
 disable_functionalization = private("torch:_disable_functionalization", _PURPOSE)
 has_data_mutation = private("torch:_functionalize_has_data_mutation", _PURPOSE)
+
+
+# Products of matrices, which libraries compute on every device.
+MATRIX_PRODUCTS = frozenset([aten.mm, aten.bmm, aten.addmm, aten.baddbmm])
 
 
 # Which operators draw random numbers.

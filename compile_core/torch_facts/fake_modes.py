@@ -76,19 +76,9 @@ class QuickFakeMode(FakeTensorMode):
                 offset, memory = value.storage_offset(), value.untyped_storage().nbytes()
                 if type(offset) is not int or type(memory) is not int:
                     return False
-                key += (
-                    *(
-                        FakeTensor,
-                        value.shape,
-                        value.stride(),
-                        offset,
-                        memory,
-                        value.dtype,
-                        value.fake_device,
-                    ),
-                    *(value.requires_grad, value.is_inference(), value.is_quantized),
-                    *(value.is_conj(), value.is_neg()),
-                )
+                key += (FakeTensor, value.shape, value.stride(), offset, memory)
+                key += (value.dtype, value.fake_device, value.requires_grad, value.is_inference())
+                key += (value.is_quantized, value.is_conj(), value.is_neg())
             elif kind in _PLAIN:
                 key += (kind, value)
             elif kind is list or kind is tuple:

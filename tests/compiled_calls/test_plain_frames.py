@@ -12,6 +12,7 @@ import torch
 import gradsplit
 from gradsplit.compile_core.compiled_calls.plain_frames import PlainFrames
 from gradsplit.compile_core.interface.testing import CompileCounter, CompileCounterWithBackend
+from tests.capture.test_reference_faq import a_fn
 
 
 def helper(x, *args, scale=1, **kwargs):
@@ -240,18 +241,6 @@ def test_only_the_frame_of_a_function_is_disabled(disable):
         node.target for graph in counter.graphs for node in graph.graph.nodes if node.op == "call_function"
     ]
     assert targets == [torch.tensor, torch.tensor, torch.conj, torch.abs]
-
-
-def a_fn(x):
-    return ab_fn(aa_fn(x) + 1)
-
-
-def aa_fn(x):
-    return x * 2
-
-
-def ab_fn(x):
-    return x * 3
 
 
 @pytest.mark.parametrize("disable", [gradsplit.disable, torch.compiler.disable])

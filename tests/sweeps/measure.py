@@ -33,10 +33,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import gradsplit
-from gradsplit.compile_core.backends.registry import DEFAULT_BACKEND, RegionBackend, resolve_backend
+from gradsplit.compile_core.backends.registry import DEFAULT_BACKEND, resolve_backend
 from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
 from gradsplit.compile_core.ir.captured import CapturedFrame, CapturedGraph
-from gradsplit.compile_core.ir.data_reads import DataEnds
 from gradsplit.compile_core.observe.observer import Observer
 from gradsplit.compile_core.options import CompileOptions
 from gradsplit.compile_core.pipeline import compile_graph
@@ -466,8 +465,9 @@ def _compiled_here(model: nn.Module, setting: Setting, result: Result, draws_as_
     def compile_captured(captured: CapturedGraph, inputs: Sequence[Any]) -> Callable[..., Any]:
         return compile_graph(captured, inputs, backend=backend, options=options)
 
-    ends = DataEnds(isinstance(backend, RegionBackend)) if backend.keeps_data else None
-    return CompiledFunction(model, compile_captured, observer=_Seen(result), data_ends=ends)
+    return CompiledFunction(
+        model, compile_captured, observer=_Seen(result), data_ends=backend.new_data_ends()
+    )
 
 
 def _compiled_by_torch(model: nn.Module, setting: Setting, result: Result, draws_as_plain: bool) -> Any:

@@ -33,7 +33,7 @@ from gradsplit.compile_core.autograd.operators.kinds import (
 )
 from gradsplit.compile_core.autograd.partitioning.recompute_orders import Order
 from gradsplit.compile_core.ir.numbers import is_number
-from gradsplit.compile_core.torch_facts.dispatcher import is_random
+from gradsplit.compile_core.torch_facts.dispatcher import MATRIX_PRODUCTS, is_random
 from gradsplit.compile_core.torch_facts.symbolic_numbers import value_at_compilation
 
 # A saved input costs no new memory, but one tensor more to keep track of.
@@ -51,8 +51,6 @@ _RESIDUAL_WEIGHT = 0.5
 # What it is worth not to save, and what has so many times fewer elements than another that to read it costs nothing.
 _LARGE_BYTES = 4 << 20
 _FEW = 8
-# Of which the backward has one for each operand's gradient, so that one of them can wait for another's.
-_MATRIX_PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.baddbmm}
 
 
 @dataclass(frozen=True)
@@ -203,8 +201,9 @@ def is_pinned(problem: CutProblem, node: Node, needed: Set[Node]) -> bool:
     if not is_recomputable(node):
         return True
     readers = _readers_in_memory(node, problem.only_backward, needed)
+    # The backward has a product for each operand's gradient, so that one of them can wait for another's.
     return bool(readers) and not (
-        all(packet(reader) in _MATRIX_PRODUCTS for reader in readers)
+        all(packet(reader) in MATRIX_PRODUCTS for reader in readers)
         and _is_written_beside(problem, node, needed)
     )
 

@@ -97,7 +97,6 @@ class OutputGraph:
         # The nodes of floats whose examples are plain floats, and what makes such a float stay as it is.
         self.open_floats: dict[fx.Node, Callable[[], float]] = {}
         self.data_sizes = DataSizes()
-        self.has_checks = False
         self.required_options: dict[str, bool] = {}
         self._last_input: fx.Node | None = None
         self._input_targets: set[str] = set()
@@ -338,7 +337,6 @@ class OutputGraph:
                 raise Unsupported("data-dependent-size", explanation) from error
             check = self.graph.create_node("call_function", check_assumption, (condition,))
             check.meta["example_value"] = None
-            self.has_checks = True
 
     def _settled(self, node: fx.Node) -> fx.Node | float:
         settle = self.open_floats.get(node)

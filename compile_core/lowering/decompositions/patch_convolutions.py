@@ -78,7 +78,7 @@ def _patches(input: Tensor, weight: Tensor) -> Tensor:
 
 
 def _matrix(weight: Tensor) -> Tensor:
-    return weight.view(weight.shape[0], weight[0].numel())
+    return weight.flatten(1)
 
 
 def _lies_in_order(image: Tensor) -> bool:
