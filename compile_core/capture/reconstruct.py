@@ -29,7 +29,7 @@ from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, 
 from gradsplit.compile_core.capture.values.constants import (
     BuiltinMethod,
     ConstantValue,
-    SequenceIterator,
+    IteratorValue,
     is_none,
 )
 from gradsplit.compile_core.capture.values.containers import (
@@ -39,7 +39,6 @@ from gradsplit.compile_core.capture.values.containers import (
     SliceValue,
 )
 from gradsplit.compile_core.capture.values.deques import DequeValue
-from gradsplit.compile_core.capture.values.iterators import IteratorValue
 from gradsplit.compile_core.capture.values.mappings import DictValue, ReadOnlyView
 from gradsplit.compile_core.capture.values.references import ReferenceValue
 from gradsplit.compile_core.capture.values.sets import SetValue
@@ -152,7 +151,7 @@ class RunnerWriter(SourceWriter):
             return self._build_exception(value)
         if isinstance(value, InstanceValue):
             return self.constant(value.real) if value.real is not None else self._build_instance(value)
-        if isinstance(value, (IteratorValue, SequenceIterator)):
+        if isinstance(value, IteratorValue):
             return self._name(value, build_iterator(self, value))
         made = value.rebuild(self)
         if made is not None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import builtins
 import types
-from typing import ClassVar
 
 from gradsplit.compile_core.capture.code_objects.python_versions import INTRINSICS_1, SEND_POPS_ITERATOR
 from gradsplit.compile_core.capture.frames.frame import Frame
 from gradsplit.compile_core.capture.object_model.exceptions import ExceptionValue, exception_to_raise
 from gradsplit.compile_core.capture.values.base import CaptureState, SymbolicRaise, Value
-from gradsplit.compile_core.capture.values.constants import ConstantValue, MethodOwner, is_none
-from gradsplit.compile_core.capture.values.iterators import IteratorValue
+from gradsplit.compile_core.capture.values.constants import ConstantValue, IteratorValue, MethodOwner, is_none
 
 
 class GeneratorValue(MethodOwner, IteratorValue):
@@ -81,13 +79,13 @@ class GeneratorValue(MethodOwner, IteratorValue):
             raise state.raise_exception(AttributeError, f"'generator' object has no attribute {name!r}")
         return super().get_attribute(state, name)
 
-    def send(self, state: CaptureState, value: Value | None = None) -> Value:
+    def do_send(self, state: CaptureState, value: Value | None = None) -> Value:
         nothing = value is None or is_none(value)
         if not nothing and not self.started and not self.finished:
             raise state.raise_exception(TypeError, "can't send non-None value to a just-started generator")
         return self._item_or_stop(state, self.resume(state, value))
 
-    def throw(self, state: CaptureState, error: Value, *more: Value) -> Value:
+    def do_throw(self, state: CaptureState, error: Value, *more: Value) -> Value:
         if more and not is_none(more[0]):
             error = more[0]  # the old form: class, exception, traceback
             if not isinstance(error, ExceptionValue):
@@ -102,7 +100,7 @@ class GeneratorValue(MethodOwner, IteratorValue):
         if issubclass(raised.value.python_type(), GeneratorExit):
             self.running = True
             try:
-                inner.close(state)
+                inner.do_close(state)
             finally:
                 self.running = False
             return self.resume(state, raised=raised)
@@ -140,7 +138,7 @@ class GeneratorValue(MethodOwner, IteratorValue):
         frame.push(value)
         frame.jump(send)
 
-    def close(self, state: CaptureState) -> Value:
+    def do_close(self, state: CaptureState) -> None:
         if not self.finished:
             stop = SymbolicRaise(ExceptionValue(GeneratorExit, []))
             try:
@@ -151,19 +149,13 @@ class GeneratorValue(MethodOwner, IteratorValue):
             else:
                 if item is not None:
                     raise state.raise_exception(RuntimeError, "generator ignored GeneratorExit")
-        return ConstantValue(None)
 
     def _item_or_stop(self, state: CaptureState, item: Value | None) -> Value:
         if item is not None:
             return item
         raise stop_iteration(state, self)
 
-    methods: ClassVar = {
-        "send": send,
-        "throw": throw,
-        "close": close,
-        "__next__": send,
-    }
+    do___next__ = do_send
 
 
 def _runs_code_at_exit(frame: Frame, index: int) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import types
 import weakref
-from typing import Any, ClassVar
+from typing import Any
 
 from torch._ops import OpOverloadPacket
 from torch.backends import ContextProp
@@ -164,7 +164,7 @@ class CallableReferenceValue(MethodOwner, ReferenceValue):
             raise state.no_attribute(type(self.real), name)
         return super().get_attribute(state, name)
 
-    methods: ClassVar = {"__get__": bind_function}
+    do___get__ = bind_function
 
 
 _MISSING = object()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from typing import Any, ClassVar
+from typing import Any
 
 from gradsplit.compile_core.capture.directives import DISABLED_BECAUSE, is_disabled
 from gradsplit.compile_core.capture.object_model.instance_dict import MISSING, AttributeOwner
@@ -150,7 +150,7 @@ class FunctionValue(MethodOwner, AttributeOwner):
             raise state.unsupported("function-attribute", f"{name} of {self.describe()}")
         return ConstantValue(None)
 
-    methods: ClassVar = {"__call__": _called, "__get__": bind_function}
+    do___call__, do___get__ = _called, bind_function
 
     def set_attribute(self, state: CaptureState, name: str, value: Value) -> None:
         if name in ("__code__", "__defaults__", "__kwdefaults__", "__dict__", "__globals__", "__closure__"):
@@ -183,4 +183,7 @@ class BoundMethodValue(MethodOwner):
             return super().get_attribute(state, name)
         return self.function.get_attribute(state, name)
 
-    methods: ClassVar = {"__call__": _called, "__get__": lambda self, state, *owner: self}
+    do___call__ = _called
+
+    def do___get__(self, state: CaptureState, *owner: Value) -> Value:
+        return self

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, Value
 from gradsplit.compile_core.capture.values.constants import ConstantValue
@@ -125,9 +125,6 @@ class InstanceDict(DictValue):
             raise state.raise_exception(KeyError, key.hash_key(state))
         self.instance.forget(state, key.hash_key(state))
 
-    def clear(self, state: CaptureState) -> Value:
+    def do_clear(self, state: CaptureState) -> None:
         for key in self.key_values(state):
             self.delete_item(state, key)
-        return ConstantValue(None)
-
-    methods: ClassVar = DictValue.methods | {"clear": clear}

@@ -112,7 +112,7 @@ def _of_containers(state: CaptureState, symbol: str, left: Value, right: Value) 
         if left.cls is list and right.cls is list:
             return ListValue([*left.all(state), *right.all(state)])
         if isinstance(left, DequeValue) and isinstance(right, DequeValue):
-            joined = left.copy(state)
+            joined = left.do_copy(state)
             joined.call_method(state, "extend", [right], {})
             return joined
         if issubclass(left.cls, tuple) and issubclass(right.cls, tuple):
@@ -138,12 +138,12 @@ def _of_containers(state: CaptureState, symbol: str, left: Value, right: Value) 
 
 def _union(state: CaptureState, left: DictValue, right: DictValue) -> Value:
     """``left | right``: a subclass answers for a plain dictionary, on whichever side it stands."""
-    merged = left.copy(state)
+    merged = left.do_copy(state)
     assert isinstance(merged, DictValue)
     other = right.mapping if isinstance(right, ReadOnlyView) else right
     if merged.cls is dict and other.cls is not dict:
         merged.cls, merged.default_factory = other.cls, other.default_factory
-    merged.update(state, right)
+    merged.do_update(state, right)
     return merged
 
 
@@ -158,7 +158,7 @@ def _in_place(state: CaptureState, symbol: str, left: Value, right: Value) -> Va
         return None if result is None or is_not_implemented(result) else result
     if isinstance(left, ListValue):
         if symbol == "+=" and not isinstance(right, (TensorValue, InstanceValue)):
-            left.extend(state, right)
+            left.do_extend(state, right)
             return left
         if symbol == "*=" and isinstance(right, ConstantValue):
             return left.repeat(state, right)
@@ -167,7 +167,7 @@ def _in_place(state: CaptureState, symbol: str, left: Value, right: Value) -> Va
     if isinstance(left, ReadOnlyView) and symbol == "|=":
         raise state.raise_exception(TypeError, "'|=' is not supported by mappingproxy; use '|' instead")
     if isinstance(left, DictValue) and symbol == "|=":
-        left.update(state, right)
+        left.do_update(state, right)
         return left
     both_sets = isinstance(left, SetValue) and left.cls is set and isinstance(right, (SetValue, DictView))
     if both_sets and symbol in IN_PLACE_SET_OPERATORS:

@@ -13,8 +13,8 @@ from gradsplit.compile_core.capture.object_model.content import CONTENT_BASES, o
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue
 from gradsplit.compile_core.capture.operations import comparisons, operators
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
-from gradsplit.compile_core.capture.values.call_rules import CallRule, as_value, call_rule
-from gradsplit.compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.capture.values.call_rules import CallRule, call_rule
+from gradsplit.compile_core.capture.values.constants import ConstantValue, as_value
 from gradsplit.compile_core.capture.values.containers import ListValue
 from gradsplit.compile_core.capture.values.mappings import DictValue
 from gradsplit.compile_core.capture.values.sets import SetValue
@@ -23,23 +23,22 @@ from gradsplit.compile_core.capture.values.sets import SetValue
 Method = Callable[..., Any]
 
 
-def _fill(state: CaptureState, content: Value, *args: Value, **kwargs: Value) -> Value:
+def _fill(state: CaptureState, content: Value, *args: Value, **kwargs: Value) -> None:
     """``__init__`` of a container."""
     if isinstance(content, DictValue):
         if content.cls is collections.defaultdict and args:
             content.default_factory, args = args[0], args[1:]
-        return content.update(state, *args, **kwargs)
+        content.do_update(state, *args, **kwargs)
+        return
     if kwargs:
         raise state.unsupported("class-call", f"keyword arguments of {content.describe()}")
     if isinstance(content, ListValue):
-        content.clear(state)
-        return content.extend(state, *args) if args else ConstantValue(None)
+        content.do_clear(state)
+        content.put(state, list(state.items_of(args[0])) if args else [])
     if isinstance(content, SetValue):
-        content.before_change(state)
-        content.clear(state)
+        content.do_clear(state)
         for item in state.items_of(args[0]) if args else []:
-            content.add(state, item)
-    return ConstantValue(None)
+            content.do_add(state, item)
 
 
 def _operator(symbol: str) -> Method:
@@ -163,5 +162,5 @@ def new_pairs(
 ) -> list[tuple[Value, Value]]:
     """The pairs that ``update(other, **kwargs)`` stores."""
     collected = DictValue({})
-    collected.update(state, other, **kwargs)
+    collected.do_update(state, other, **kwargs)
     return [(key, collected.get(state, real)) for real, (key, _) in list(collected.entries.items())]

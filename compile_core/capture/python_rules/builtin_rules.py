@@ -189,7 +189,7 @@ answers(
 def _dict_rule(cls: type) -> CallRule:
     def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         made = new_dict([], state, cls)
-        made.update(state, *args, **kwargs)
+        made.do_update(state, *args, **kwargs)
         return made
 
     return call
@@ -204,7 +204,7 @@ def _defaultdict(state: CaptureState, args: list[Value], kwargs: dict[str, Value
     made = new_dict([], state, collections.defaultdict)
     if args and not is_none(args[0]):
         made.default_factory = args[0]
-    made.update(state, *args[1:], **kwargs)
+    made.do_update(state, *args[1:], **kwargs)
     return made
 
 

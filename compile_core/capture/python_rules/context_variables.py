@@ -6,7 +6,7 @@ A token that is still needed when the graph ends cannot be made there: the graph
 from __future__ import annotations
 
 from contextvars import ContextVar, Token
-from typing import Any, ClassVar
+from typing import Any
 
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.constants import ConstantValue, MethodOwner
@@ -36,7 +36,7 @@ class ContextVariable(MethodOwner, ReferenceValue):
     def get_attribute(self, state: CaptureState, name: str) -> Value:
         return ConstantValue(self.real.name) if name == "name" else super().get_attribute(state, name)
 
-    def _get(self, state: CaptureState, *default: Value) -> Value:
+    def do_get(self, state: CaptureState, *default: Value) -> Value:
         if self._given is not None:
             return self._given
         self.source = self.source or state.reference_source(self.real.name, self.real)
@@ -51,17 +51,16 @@ class ContextVariable(MethodOwner, ReferenceValue):
         except LookupError:
             raise state.raise_exception(LookupError, self) from None
 
-    def _set(self, state: CaptureState, value: Value) -> Value:
+    def do_set(self, state: CaptureState, value: Value) -> Value:
         made = _MadeToken(self, self._given)
         self._give(state, value)
         return made
 
-    def _reset(self, state: CaptureState, token: Value) -> Value:
+    def do_reset(self, state: CaptureState, token: Value) -> None:
         if not isinstance(token, _MadeToken) or token.variable is not self:
             raise state.unsupported("context-variable", f"{self.describe()} is given {token.describe()}")
         token.variable = None
         self._give(state, token.before)
-        return ConstantValue(None)
 
     def _give(self, state: CaptureState, value: Value | None) -> None:
         self._given = value
@@ -69,8 +68,6 @@ class ContextVariable(MethodOwner, ReferenceValue):
         state.effects.moved_on(self)
         if value is None:
             del state.effects.moved[id(self)]
-
-    methods: ClassVar = {"get": _get, "set": _set, "reset": _reset}
 
     def move(self, writer: Any) -> str:
         return f"{writer.emit(self)}.set({writer.emit(self._given)})"

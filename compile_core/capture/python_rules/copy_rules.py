@@ -53,7 +53,7 @@ def _copied(state: CaptureState, value: Value, copy_item: CopyItem, memo: dict[i
     if isinstance(value, ReferenceValue) and isinstance(value.real, type):
         return value
     if isinstance(value, InstanceDict):
-        value = value.copy(state)
+        value = value.do_copy(state)
     if isinstance(value, SequenceValue) and value.cls is tuple:
         items = [copy_item(item) for item in value.all(state)]
         same = all(one is other for one, other in zip(items, value.all(state), strict=True))

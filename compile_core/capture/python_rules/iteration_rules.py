@@ -23,9 +23,14 @@ from gradsplit.compile_core.capture.values.call_rules import (
     answer_to,
     answers,
 )
-from gradsplit.compile_core.capture.values.constants import ConstantValue, SequenceIterator, fold, is_none
+from gradsplit.compile_core.capture.values.constants import (
+    ConstantValue,
+    IteratorValue,
+    SequenceIterator,
+    fold,
+    is_none,
+)
 from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue, sorted_values
-from gradsplit.compile_core.capture.values.iterators import IteratorValue
 from gradsplit.compile_core.capture.values.mappings import DictValue, DictView
 from gradsplit.compile_core.capture.values.sets import SetValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue
@@ -66,7 +71,7 @@ def _reversed(state: CaptureState, sequence: Value) -> Any:
     if isinstance(sequence, ConstantValue) and isinstance(sequence.value, (range, str, bytes)):
         return SequenceIterator([ConstantValue(item) for item in reversed(sequence.value)], reversed)
     if isinstance(sequence, DictValue):
-        return sequence.reverse_iterator(state)
+        return sequence.do___reversed__(state)
     if isinstance(sequence, DictView):
         return SequenceIterator(state.items_of(sequence)[::-1], type(reversed({})))
     if isinstance(sequence, InstanceValue) and hasattr(sequence.cls, "__getitem__"):

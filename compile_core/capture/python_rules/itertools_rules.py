@@ -14,9 +14,9 @@ from typing import Any
 from gradsplit.compile_core.capture.operations import operators
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.call_rules import answer_to
-from gradsplit.compile_core.capture.values.constants import ConstantValue, is_none
+from gradsplit.compile_core.capture.values.constants import ConstantValue, IteratorValue, is_none
 from gradsplit.compile_core.capture.values.containers import SequenceValue
-from gradsplit.compile_core.capture.values.iterators import IteratorValue, SliceIterator
+from gradsplit.compile_core.capture.values.iterators import SliceIterator
 
 
 class RealIterator(IteratorValue):

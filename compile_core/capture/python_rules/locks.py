@@ -7,10 +7,10 @@ which is let go of after that.
 from __future__ import annotations
 
 import threading
-from typing import Any, ClassVar
+from typing import Any
 
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
-from gradsplit.compile_core.capture.values.constants import ConstantValue, MethodOwner
+from gradsplit.compile_core.capture.values.constants import MethodOwner
 from gradsplit.compile_core.capture.values.references import ReferenceValue
 from gradsplit.compile_core.ir.sources import Source
 
@@ -26,14 +26,13 @@ class LockValue(MethodOwner, ReferenceValue):
 
     source: Source
 
-    def _wait(self, state: CaptureState, *args: Value, **kwargs: Value) -> Value:
+    def do_acquire(self, state: CaptureState, *args: Value, **kwargs: Value) -> Value:
         raise state.unsupported("lock", f"{self.describe()} is waited for, or let go of by who has it not")
 
-    def _release(self, state: CaptureState, *raised: Value) -> Value:
+    def do_release(self, state: CaptureState, *raised: Value) -> None:
         if not _is_held(self.real) or any(self in given for _, given in state.effects.messages):
-            return self._wait(state)
+            self.do_acquire(state)
         state.guards.add([self.source], "{c0}({0})", [_is_held], f"{self.source} is held")
         state.effects.message_given(type(self.real).release, [self])
-        return ConstantValue(None)
 
-    methods: ClassVar = {"acquire": _wait, "__enter__": _wait, "release": _release, "__exit__": _release}
+    do___enter__, do___exit__ = do_acquire, do_release

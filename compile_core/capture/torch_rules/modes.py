@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.amp.autocast_mode import autocast_decorator
@@ -24,10 +24,13 @@ class ModeValue(MethodOwner):
 
     cls: type
 
-    methods: ClassVar = {
-        "__enter__": lambda self, state: self.enter(state) or self,
-        "__exit__": lambda self, state, *raised: self.leave(state) or ConstantValue(False),
-    }
+    def do___enter__(self, state: CaptureState) -> Value:
+        self.enter(state)
+        return self
+
+    def do___exit__(self, state: CaptureState, *raised: Value) -> bool:
+        self.leave(state)
+        return False
 
     def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         """As a decorator: a function whose calls run under the mode."""

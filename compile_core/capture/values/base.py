@@ -356,34 +356,6 @@ class CaptureState:
     def realize(self, item: Value | LazyValue) -> Value:
         return self.wrap(item.real, item.source) if isinstance(item, LazyValue) else item
 
-    def wrap(self, real: Any, source: Source | None) -> Value:
-        """The value of an existing object. Without a source it is trusted to be the same at every call."""
-        raise NotImplementedError
-
-    def original_of(self, real: Any) -> Any:
-        """What a compiled function was made from; anything else is returned as it is."""
-        raise NotImplementedError
-
-    def is_compiled_apart(self, module: torch.nn.Module) -> bool:
-        """Whether calls of this module run a compiled form of its own, and hence are in no graph."""
-        raise NotImplementedError
-
-    def from_constant(self, real: Any) -> Value:
-        """The value of what a pure function of constants returned."""
-        raise NotImplementedError
-
-    def inline(self, function: Any, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        """Run a Python function symbolically."""
-        raise NotImplementedError
-
-    def wrap_trusted_function(self, function: Any) -> Value:
-        """The value of a function that a class holds in a descriptor; the class entry is guarded elsewhere."""
-        return self.wrap(function, None)
-
-    def raise_exception(self, cls: type[BaseException], *args: Any) -> SymbolicRaise:
-        """An exception that the captured program raises here; the caller raises the result."""
-        raise NotImplementedError
-
     def no_attribute(self, cls: type, name: str) -> SymbolicRaise:
         """What reading an attribute raises that objects of a class do not have."""
         is_made_in_c = (
@@ -396,38 +368,6 @@ class CaptureState:
         """The exception whose handler runs: of this frame, or of one that called it."""
         return next((frame.handled[-1] for frame in reversed(self.frames) if frame.handled), None)
 
-    def equal(self, one: Value, other: Value) -> bool:
-        """Whether containers take one for the other, by identity or ``==``, where the answer is known."""
-        raise NotImplementedError
-
-    def as_index(self, value: Value, what: str) -> int:
-        """``operator.index(value)``; ``what`` starts the text of the TypeError for something else."""
-        raise NotImplementedError
-
-    def less(self, one: Value, other: Value) -> bool:
-        """``one < other``."""
-        raise NotImplementedError
-
-    def text_of(self, value: Value) -> Value:
-        """``str(value)``."""
-        raise NotImplementedError
-
-    def representation_of(self, value: Value) -> Value:
-        """``repr(value)``."""
-        raise NotImplementedError
-
-    def format_of(self, value: Value, spec: Value) -> Value:
-        """``format(value, spec)``."""
-        raise NotImplementedError
-
-    def filled_format(self, pattern: str, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        """``pattern.format(*args, **kwargs)``."""
-        raise NotImplementedError
-
-    def enum_attribute(self, member: Value, name: str) -> Value:
-        """An attribute of a member of an enumeration."""
-        raise NotImplementedError
-
     def items_of(self, value: Value) -> list[Value]:
         """All items of an iterable."""
         items = []
@@ -436,45 +376,56 @@ class CaptureState:
             items.append(item)
         return items
 
-    def class_attribute(self, owner: Value, name: str) -> Value:
-        """An attribute that is looked up on the class of a value and bound to it."""
-        raise NotImplementedError
+    def wrap_trusted_function(self, function: Any) -> Value:
+        """The value of a function that a class holds in a descriptor; the class entry is guarded elsewhere."""
+        return self.wrap(function, None)
 
-    def call_tensor_op(self, op: str, target: Any, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        """Record an operation on tensors; ``op`` is call_function or call_method."""
-        raise NotImplementedError
+    # What needs several families of values: ``state.Capture`` has it.
 
-    def assume(self, value: Value, truth: bool) -> bool:
-        """Take the truth of a tensor or a comparison for granted, with a check in the graph; False where no graph has
-        room for one."""
-        raise NotImplementedError
-
-    def read_truth(self, tensor: Any) -> Value:
-        """That of a tensor of one element, as a condition that the graph computes."""
-        raise NotImplementedError
-
-    def call_tensor_nodes(
-        self, target: Any, nodes: Sequence[Any], example_by: Callable[..., Any] | None = None
-    ) -> Value:
-        """Record a call whose arguments are nodes already; ``example_by`` computes its example in its stead."""
-        raise NotImplementedError
-
-    def add_scalar_node(self, op: str, target: Any, args: tuple[Any, ...], example: Any) -> Any:
-        """Record an operation whose result is a Python number; returns the node."""
-        raise NotImplementedError
-
-    def call_state_op(self, target: Any, args: tuple[Any, ...]) -> Any:
-        """Record a change of a mode of torch and make it for the rest of the capture; returns the node."""
-        raise NotImplementedError
-
-    def stack_trace(self) -> str:
-        """The user's lines, outermost first, in the form of a traceback."""
-        raise NotImplementedError
-
-    def imported_module(self, name: str, package: str | None, wanted: Sequence[str]) -> Value | None:
-        """What an import statement of a module's code gives, which takes these names out of it; None where the import
-        must be left to Python."""
-        raise NotImplementedError
+    # The value of an existing object. Without a source it is trusted to be the same at every call.
+    wrap: Callable[[Any, Source | None], Value]
+    # What a compiled function was made from; anything else is returned as it is.
+    original_of: Callable[[Any], Any]
+    # Whether calls of this module run a compiled form of its own, and hence are in no graph.
+    is_compiled_apart: Callable[[torch.nn.Module], bool]
+    # The value of what a pure function of constants returned.
+    from_constant: Callable[[Any], Value]
+    # Run a Python function symbolically.
+    inline: Callable[[Any, list[Value], dict[str, Value]], Value]
+    # An exception that the captured program raises here, of a class with arguments; the caller raises the result.
+    raise_exception: Callable[..., SymbolicRaise]
+    # Whether containers take one for the other, by identity or ``==``, where the answer is known.
+    equal: Callable[[Value, Value], bool]
+    # ``operator.index(value)``; the text starts that of the TypeError for something else.
+    as_index: Callable[[Value, str], int]
+    # ``one < other``.
+    less: Callable[[Value, Value], bool]
+    # ``str(value)``, ``repr(value)``, ``format(value, spec)`` and ``pattern.format(*args, **kwargs)``.
+    text_of: Callable[[Value], Value]
+    representation_of: Callable[[Value], Value]
+    format_of: Callable[[Value, Value], Value]
+    filled_format: Callable[[str, list[Value], dict[str, Value]], Value]
+    # An attribute of a member of an enumeration, and one that is looked up on the class of a value and bound to it.
+    enum_attribute: Callable[[Value, str], Value]
+    class_attribute: Callable[[Value, str], Value]
+    # Record an operation on tensors: call_function or call_method, the target, arguments, keywords.
+    call_tensor_op: Callable[[str, Any, list[Value], dict[str, Value]], Value]
+    # Record a call whose arguments are nodes already; a function after these computes its example in its stead.
+    call_tensor_nodes: Callable[..., Value]
+    # Take the truth of a tensor or a comparison for granted, with a check in the graph; False where no graph has room
+    # for one.
+    assume: Callable[[Value, bool], bool]
+    # The truth of a tensor of one element, as a condition that the graph computes.
+    read_truth: Callable[[Any], Value]
+    # Record an operation whose result is a Python number, with the example of it; gives the node.
+    add_scalar_node: Callable[[str, Any, tuple[Any, ...], Any], Any]
+    # Record a change of a mode of torch and make it for the rest of the capture; gives the node.
+    call_state_op: Callable[[Any, tuple[Any, ...]], Any]
+    # The user's lines, outermost first, in the form of a traceback.
+    stack_trace: Callable[[], str]
+    # What an import statement of a module's code gives, which takes these names out of it; None where the import must
+    # be left to Python.
+    imported_module: Callable[[str, str | None, Sequence[str]], Value | None]
 
 
 def stored_attribute(state: CaptureState, owner: Any, real: Any, name: str) -> Value:

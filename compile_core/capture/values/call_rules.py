@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
-from gradsplit.compile_core.capture.values.constants import ConstantValue, fold
+from gradsplit.compile_core.capture.values.constants import as_value, fold
 
 CallRule = Callable[[CaptureState, list[Value], dict[str, Value]], Value]
 
@@ -48,10 +48,6 @@ def answer_to(*targets: Any) -> Callable[[Callable[..., Any]], Callable[..., Any
         return answer
 
     return register
-
-
-def as_value(given: Any) -> Value:
-    return given if isinstance(given, Value) else ConstantValue(given)
 
 
 def fold_rule(function: Any) -> CallRule:

@@ -122,6 +122,10 @@ class ConstantValue(Value):
         return bool(fold(state, lambda wanted: wanted in self.value, [item], {}).as_constant())
 
 
+def as_value(given: Any) -> Value:
+    return given if isinstance(given, Value) else ConstantValue(given)
+
+
 def is_none(value: Value | None) -> bool:
     """Whether a value is the constant None."""
     return isinstance(value, ConstantValue) and value.python_type() is type(None)
@@ -164,9 +168,14 @@ class BuiltinMethod(Value):
 
 
 class MethodOwner(Value):
-    """A value with a table of methods: functions of the value, the state and the arguments."""
+    """A value with methods of the program: its functions whose names begin with ``do_``, of the value, the state and
+    the arguments. What one gives is a constant if it is no value."""
 
-    methods: ClassVar[dict[str, Callable[..., Value]]] = {}
+    methods: ClassVar[dict[str, Callable[..., Any]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        own = {name[3:]: function for name, function in vars(cls).items() if name.startswith("do_")}
+        cls.methods = {**cls.methods, **own}
 
     def get_attribute(self, state: CaptureState, name: str) -> Value:
         return BuiltinMethod(self, name) if name in self.methods else super().get_attribute(state, name)
@@ -178,7 +187,7 @@ class MethodOwner(Value):
         if method is None:
             return super().call_method(state, name, args, kwargs)
         try:
-            return method(self, state, *args, **kwargs)
+            return as_value(method(self, state, *args, **kwargs))
         except TypeError as error:
             shown = f"{self.python_type().__name__}.{name}: {error}"
             raise state.unsupported("method-form", shown) from error
@@ -187,7 +196,16 @@ class MethodOwner(Value):
 TUPLE_ITERATOR = type(iter(()))
 
 
-class SequenceIterator(Value):
+class IteratorValue(Value):
+    """The base of the iterators."""
+
+    cls: type = object
+
+    def iterate(self, state: CaptureState) -> Value:
+        return self
+
+
+class SequenceIterator(IteratorValue):
     """An iterator over items that are all there; also the iterator of a list that may grow meanwhile."""
 
     def __init__(self, items: list[Any], cls: type = TUPLE_ITERATOR, live_list: Value | None = None) -> None:
@@ -196,9 +214,6 @@ class SequenceIterator(Value):
         self.cls = cls
         # The list that the iterator runs over, while it does; None where nothing can change the items.
         self.live_list = live_list
-
-    def iterate(self, state: CaptureState) -> Value:
-        return self
 
     def advance(self, state: CaptureState) -> Value | None:
         if self.index >= len(self.items):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -31,10 +31,6 @@ class ContainerValue(MethodOwner):
     user's subclass whose content the container is.
     """
 
-    # The text of a container is made of those of its items.
-    methods: ClassVar = dict.fromkeys(
-        ("__repr__", "__str__"), lambda self, state: state.representation_of(self)
-    )
     cls: type
     trusted = False
     owner: Value | None = None
@@ -64,6 +60,12 @@ class ContainerValue(MethodOwner):
         if self.owner is not None:
             self.owner.before_change_of_content(state)
         state.effects.container_changed(self)
+
+    def do___repr__(self, state: CaptureState) -> Value:
+        """The text of a container is made of those of its items."""
+        return state.representation_of(self)
+
+    do___str__ = do___repr__
 
 
 class SequenceValue(ContainerValue):
@@ -132,34 +134,32 @@ class SequenceValue(ContainerValue):
         fields = sequence_fields(self.cls)
         if name in fields:
             return self.get(state, fields.index(name))
-        if hasattr(self.cls, "_fields") and name not in self.methods.keys() - ContainerValue.methods:
+        if hasattr(self.cls, "_fields") and name not in self.methods.keys() - ContainerValue.methods.keys():
             return state.class_attribute(self, name)
         return super().get_attribute(state, name)
 
-    def index(self, state: CaptureState, item: Value) -> Value:
-        for position, member in enumerate(self.all(state)):
-            if state.equal(member, item):
-                return ConstantValue(position)
+    def do_index(self, state: CaptureState, item: Value, *limits: Value) -> int:
+        places = range(len(self.items))[slice(*_bounds(limits))]
+        for position in places:
+            if state.equal(self.get(state, position), item):
+                return position
         if issubclass(self.cls, tuple):
             raise state.raise_exception(ValueError, "tuple.index(x): x not in tuple")
-        raise state.raise_exception(
-            ValueError, f"{state.representation_of(item).as_constant()} is not in list"
-        )
+        shown = state.representation_of(item).as_constant()
+        raise state.raise_exception(ValueError, f"{shown} is not in {self.cls.__name__}")
 
-    def count(self, state: CaptureState, item: Value) -> Value:
-        return ConstantValue(sum(state.equal(member, item) for member in self.all(state)))
+    def do_count(self, state: CaptureState, item: Value) -> int:
+        return sum(state.equal(member, item) for member in self.all(state))
 
-    def numel(self, state: CaptureState) -> Value:
-        if self.cls is not torch.Size:
-            raise state.no_attribute(self.cls, "numel")
+    def do_numel(self, state: CaptureState) -> Value:
         return state.wrap(math.prod, None).call(state, [self], {})
 
-    methods: ClassVar = ContainerValue.methods | {
-        "index": index,
-        "count": count,
-        "numel": numel,
-        "__getitem__": lambda self, state, key: self.get_item(state, key),
-    }
+    def do___getitem__(self, state: CaptureState, key: Value) -> Value:
+        return self.get_item(state, key)
+
+
+def _bounds(limits: tuple[Value, ...]) -> list[int | None]:
+    return [*(operator.index(limit.as_constant()) for limit in limits), *[None] * 2][: max(2, len(limits))]
 
 
 class ListValue(SequenceValue):
@@ -198,26 +198,23 @@ class ListValue(SequenceValue):
         self.before_change(state)
         self.items.extend(items)
 
-    def append(self, state: CaptureState, item: Value) -> Value:
+    def do_append(self, state: CaptureState, item: Value) -> None:
         self.put(state, [item])
-        return ConstantValue(None)
 
-    def extend(self, state: CaptureState, items: Value) -> Value:
+    def do_extend(self, state: CaptureState, items: Value) -> None:
         self.put(state, list(state.items_of(items)))
-        return ConstantValue(None)
 
     def repeat(self, state: CaptureState, times: Value) -> Value:
         count = fold(state, operator.index, [times], {}).as_constant()
         self.replace(state, self.items * count)
         return self
 
-    def insert(self, state: CaptureState, index: Value, item: Value) -> Value:
+    def do_insert(self, state: CaptureState, index: Value, item: Value) -> None:
         items = list(self.items)
         items.insert(_index(state, index), item)
         self.replace(state, items)
-        return ConstantValue(None)
 
-    def pop(self, state: CaptureState, index: Value | None = None) -> Value:
+    def do_pop(self, state: CaptureState, index: Value | None = None) -> Value:
         position = -1 if index is None else _index(state, index)
         if not -len(self.items) <= position < len(self.items):
             text = "pop index out of range" if self.items else "pop from empty list"
@@ -227,39 +224,25 @@ class ListValue(SequenceValue):
         self.items.pop(position)
         return item
 
-    def remove(self, state: CaptureState, item: Value) -> Value:
+    def do_remove(self, state: CaptureState, item: Value) -> None:
         for position, member in enumerate(self.all(state)):
             if state.equal(member, item):
-                self.delete_item(state, ConstantValue(position))
-                return ConstantValue(None)
-        raise state.raise_exception(ValueError, "list.remove(x): x not in list")
+                return self.delete_item(state, ConstantValue(position))
+        named = ConstantValue(None) if self.cls is list else item
+        fold(state, self.cls().remove, [named], {})  # raises, in the words of this version of Python
+        return None
 
-    def clear(self, state: CaptureState) -> Value:
+    def do_clear(self, state: CaptureState) -> None:
         self.replace(state, [])
-        return ConstantValue(None)
 
-    def reverse(self, state: CaptureState) -> Value:
+    def do_reverse(self, state: CaptureState) -> None:
         self.replace(state, self.items[::-1])
-        return ConstantValue(None)
 
-    def copy(self, state: CaptureState) -> Value:
+    def do_copy(self, state: CaptureState) -> Value:
         return ListValue(list(self.all(state)))
 
-    def sort(self, state: CaptureState, *, key: Value | None = None, reverse: Value | None = None) -> Value:
+    def do_sort(self, state: CaptureState, *, key: Value | None = None, reverse: Value | None = None) -> None:
         self.replace(state, list(sorted_values(state, self.all(state), key, reverse)))
-        return ConstantValue(None)
-
-    methods: ClassVar = SequenceValue.methods | {
-        "append": append,
-        "extend": extend,
-        "insert": insert,
-        "pop": pop,
-        "remove": remove,
-        "clear": clear,
-        "reverse": reverse,
-        "copy": copy,
-        "sort": sort,
-    }
 
 
 def sorted_values(
@@ -291,6 +274,22 @@ def sequence_fields(cls: type) -> tuple[str, ...]:
 
 def _index(state: CaptureState, key: Value) -> int:
     return state.as_index(key, "list indices must be integers or slices")
+
+
+class WatchingIterator(SequenceIterator):
+    """An iterator over a container that must not be changed meanwhile, and what is said of it where it was."""
+
+    text = "Set changed size during iteration"
+
+    def __init__(self, owner: ContainerValue, items: list[Any], cls: type) -> None:
+        super().__init__(items, cls)
+        self.owner: Any = owner
+        self._length = len(items)
+
+    def advance(self, state: CaptureState) -> Value | None:
+        if self.items and self.owner.length(state) != self._length:
+            raise state.raise_exception(RuntimeError, self.text)
+        return super().advance(state)
 
 
 class SliceValue(Value):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import collections
-from typing import Any, ClassVar
+from typing import Any
 
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.call_rules import answer_to
-from gradsplit.compile_core.capture.values.constants import ConstantValue, SequenceIterator, fold
-from gradsplit.compile_core.capture.values.containers import Item, ListValue
-from gradsplit.compile_core.errors import InternalError
+from gradsplit.compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.capture.values.containers import Item, ListValue, WatchingIterator
 
 _ITERATOR = type(iter(collections.deque()))
 
@@ -41,7 +40,7 @@ class DequeValue(ListValue):
         return Value.graph_argument(self, state)
 
     def iterate(self, state: CaptureState) -> Value:
-        return DequeIterator(self, list(self.items))
+        return _DequeIterator(self, list(self.items), _ITERATOR)
 
     def get_item(self, state: CaptureState, key: Value) -> Value:
         real = key.as_constant() if isinstance(key, ConstantValue) else None
@@ -54,13 +53,17 @@ class DequeValue(ListValue):
             return ConstantValue(self.limit)
         return super().get_attribute(state, name)
 
-    def append_left(self, state: CaptureState, item: Value) -> Value:
+    def do_appendleft(self, state: CaptureState, item: Value) -> None:
         self.replace(state, [item, *self.items], keep_end=False)
-        return ConstantValue(None)
 
-    def extend_left(self, state: CaptureState, items: Value) -> Value:
+    def do_extendleft(self, state: CaptureState, items: Value) -> None:
         self.replace(state, [*reversed(state.items_of(items)), *self.items], keep_end=False)
-        return ConstantValue(None)
+
+    def do_pop(self, state: CaptureState) -> Value:
+        return self._end(state, -1)
+
+    def do_popleft(self, state: CaptureState) -> Value:
+        return self._end(state, 0)
 
     def _end(self, state: CaptureState, index: int) -> Value:
         if not self.items:
@@ -70,69 +73,24 @@ class DequeValue(ListValue):
         self.replace(state, items)
         return item
 
-    def rotate(self, state: CaptureState, steps: Value | None = None) -> Value:
+    def do_rotate(self, state: CaptureState, steps: Value | None = None) -> None:
         turned = collections.deque(self.items)
         turned.rotate(1 if steps is None else steps.as_constant())
         self.replace(state, list(turned))
-        return ConstantValue(None)
 
-    def insert(self, state: CaptureState, index: Value, item: Value) -> Value:
+    def do_insert(self, state: CaptureState, index: Value, item: Value) -> None:
         if self.limit is not None and len(self.items) >= self.limit:
             raise state.raise_exception(IndexError, "deque already at its maximum size")
-        return super().insert(state, index, item)
+        super().do_insert(state, index, item)
 
-    def remove(self, state: CaptureState, item: Value) -> Value:
-        for position, member in enumerate(self.all(state)):
-            if state.equal(member, item):
-                self.delete_item(state, ConstantValue(position))
-                return ConstantValue(None)
-        empty: collections.deque[Any] = collections.deque()
-        fold(state, empty.remove, [item], {})  # raises, in the words of this version of Python
-        raise InternalError("an empty deque had an item")
-
-    def index(self, state: CaptureState, item: Value, *limits: Value) -> Value:
-        start, stop, _ = slice(*([None, None] if not limits else _bounds(limits))).indices(len(self.items))
-        for position in range(start, stop):
-            if state.equal(self.get(state, position), item):
-                return ConstantValue(position)
-        raise state.raise_exception(
-            ValueError, f"{state.representation_of(item).as_constant()} is not in deque"
-        )
-
-    def copy(self, state: CaptureState) -> Value:
+    def do_copy(self, state: CaptureState) -> Value:
         return DequeValue(list(self.all(state)), self.limit)
 
-    methods: ClassVar = {
-        **{name: method for name, method in ListValue.methods.items() if name != "sort"},
-        "appendleft": append_left,
-        "extendleft": extend_left,
-        "pop": lambda self, state: self._end(state, -1),
-        "popleft": lambda self, state: self._end(state, 0),
-        "rotate": rotate,
-        "insert": insert,
-        "remove": remove,
-        "index": index,
-        "copy": copy,
-        "__copy__": copy,
-    }
+    do___copy__ = do_copy
 
 
-def _bounds(limits: tuple[Value, ...]) -> list[Any]:
-    return [*(limit.as_constant() for limit in limits), None][:2]
-
-
-class DequeIterator(SequenceIterator):
-    """An iterator over a deque, which must not be changed meanwhile."""
-
-    def __init__(self, owner: DequeValue, items: list[Item]) -> None:
-        super().__init__(items, _ITERATOR)
-        self.owner = owner
-        self.before = list(owner.items)
-
-    def advance(self, state: CaptureState) -> Value | None:
-        if self.items and len(self.owner.items) != len(self.before):
-            raise state.raise_exception(RuntimeError, "deque mutated during iteration")
-        return super().advance(state)
+class _DequeIterator(WatchingIterator):
+    text = "deque mutated during iteration"
 
 
 @answer_to(collections.deque)
@@ -140,5 +98,5 @@ def _deque(state: CaptureState, iterable: Value | None = None, maxlen: Value | N
     limit = None if maxlen is None else maxlen.as_constant()
     made = DequeValue([], limit)
     if iterable is not None:
-        made.extend(state, iterable)
+        made.do_extend(state, iterable)
     return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradsplit.compile_core.capture.values.base import CaptureState, SymbolicRaise, Value
-from gradsplit.compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.capture.values.constants import ConstantValue, IteratorValue
 
 
 class _Indexed:
@@ -11,7 +11,7 @@ class _Indexed:
         return index
 
 
-class IndexIterator(Value):
+class IndexIterator(IteratorValue):
     """The iterator over an object that has only ``__getitem__``: 0, 1, 2 … until IndexError."""
 
     cls = type(iter(_Indexed()))
@@ -19,9 +19,6 @@ class IndexIterator(Value):
     def __init__(self, owner: Value) -> None:
         self.owner = owner
         self.index: int | None = 0
-
-    def iterate(self, state: CaptureState) -> Value:
-        return self
 
     def advance(self, state: CaptureState) -> Value | None:
         if self.index is None:

@@ -7,17 +7,8 @@ from typing import Any
 
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.call_rules import answer_to, answers, call_rule
-from gradsplit.compile_core.capture.values.constants import ConstantValue, is_none
+from gradsplit.compile_core.capture.values.constants import ConstantValue, IteratorValue, is_none
 from gradsplit.compile_core.capture.values.containers import SequenceValue
-
-
-class IteratorValue(Value):
-    """The base of the lazy iterators."""
-
-    cls: type = object
-
-    def iterate(self, state: CaptureState) -> Value:
-        return self
 
 
 class ZipIterator(IteratorValue):

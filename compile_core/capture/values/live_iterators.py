@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, Value
+from gradsplit.compile_core.capture.values.constants import IteratorValue
 from gradsplit.compile_core.capture.values.iterators import (
     FilterIterator,
-    IteratorValue,
     MapIterator,
     ZipIterator,
 )

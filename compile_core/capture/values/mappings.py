@@ -10,7 +10,12 @@ from typing import Any, ClassVar
 
 from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, Value, stored_attribute
 from gradsplit.compile_core.capture.values.constants import ConstantValue, SequenceIterator
-from gradsplit.compile_core.capture.values.containers import ContainerValue, Item, SequenceValue
+from gradsplit.compile_core.capture.values.containers import (
+    ContainerValue,
+    Item,
+    SequenceValue,
+    WatchingIterator,
+)
 from gradsplit.compile_core.capture.values.hash_keys import ComputedKey, IdentityValue
 from gradsplit.compile_core.ir.sources import EntrySource, KeySource, KeysSource
 
@@ -153,27 +158,27 @@ class DictValue(ContainerValue):
     def iterate(self, state: CaptureState) -> Value:
         return DictIterator(self, list(self.key_values(state)), "keys")
 
-    def keys(self, state: CaptureState) -> Value:
+    def do_keys(self, state: CaptureState) -> Value:
         return DictView(self, "keys")
 
-    def values(self, state: CaptureState) -> Value:
+    def do_values(self, state: CaptureState) -> Value:
         return DictView(self, "values")
 
-    def items(self, state: CaptureState) -> Value:
+    def do_items(self, state: CaptureState) -> Value:
         return DictView(self, "items")
 
-    def get_or(self, state: CaptureState, key: Value, default: Value | None = None) -> Value:
+    def do_get(self, state: CaptureState, key: Value, default: Value | None = None) -> Value:
         found = self.find(state, key)
         return found if found is not None else default or ConstantValue(None)
 
-    def setdefault(self, state: CaptureState, key: Value, default: Value | None = None) -> Value:
+    def do_setdefault(self, state: CaptureState, key: Value, default: Value | None = None) -> Value:
         found = self.find(state, key)
         if found is not None:
             return found
         self.set_item(state, key, default or ConstantValue(None))
         return self.get_item(state, key)
 
-    def pop(self, state: CaptureState, key: Value, default: Value | None = None) -> Value:
+    def do_pop(self, state: CaptureState, key: Value, default: Value | None = None) -> Value:
         found = self.find(state, key)
         if found is None:
             if default is None:
@@ -182,7 +187,7 @@ class DictValue(ContainerValue):
         self.delete_item(state, key)
         return found
 
-    def update(self, state: CaptureState, other: Value | None = None, /, **kwargs: Value) -> Value:
+    def do_update(self, state: CaptureState, other: Value | None = None, /, **kwargs: Value) -> None:
         pairs = None if other is None else mapping_pairs(state, other)
         if pairs is not None:
             for key_value, item in pairs:
@@ -193,19 +198,17 @@ class DictValue(ContainerValue):
                 self.set_item(state, key_value, item)
         for name, item in kwargs.items():
             self.set_item(state, ConstantValue(name), item)
-        return ConstantValue(None)
 
-    def copy(self, state: CaptureState) -> Value:
+    def do_copy(self, state: CaptureState) -> Value:
         self.guard_keys(state)
         entries: dict[Any, tuple[Value, Item]] = {
             key: (value, self.get(state, key)) for key, (value, _) in list(self.entries.items())
         }
         return DictValue(entries, self.cls, default_factory=self.default_factory)
 
-    def clear(self, state: CaptureState) -> Value:
+    def do_clear(self, state: CaptureState) -> None:
         self.before_change(state)
         self.entries.clear()
-        return ConstantValue(None)
 
     def get_attribute(self, state: CaptureState, name: str) -> Value:
         if name == "default_factory" and self.cls is collections.defaultdict:
@@ -223,7 +226,7 @@ class DictValue(ContainerValue):
     def _is_stored(self, name: str) -> bool:
         return self.cls is collections.OrderedDict and not hasattr(self.cls, name)
 
-    def popitem(self, state: CaptureState, last: Value | None = None) -> Value:
+    def do_popitem(self, state: CaptureState, last: Value | None = None) -> Value:
         self.guard_keys(state)
         if not self.entries:
             shown = (
@@ -240,9 +243,7 @@ class DictValue(ContainerValue):
         self.delete_item(state, key)
         return SequenceValue([key, item], tuple)
 
-    def move_to_end(self, state: CaptureState, key: Value, last: Value | None = None) -> Value:
-        if self.cls is not collections.OrderedDict:
-            raise state.raise_exception(AttributeError, "'dict' object has no attribute 'move_to_end'")
+    def do_move_to_end(self, state: CaptureState, key: Value, last: Value | None = None) -> None:
         item = self.find(state, key)
         if item is None:
             raise state.raise_exception(KeyError, key)
@@ -252,25 +253,9 @@ class DictValue(ContainerValue):
             self.entries[key.hash_key(state)] = entry
         else:
             self.entries = {key.hash_key(state): entry, **self.entries}
-        return ConstantValue(None)
 
-    def reverse_iterator(self, state: CaptureState) -> Value:
+    def do___reversed__(self, state: CaptureState) -> Value:
         return SequenceIterator(list(reversed(self.key_values(state))), type(reversed({})))
-
-    methods: ClassVar = ContainerValue.methods | {
-        "popitem": popitem,
-        "move_to_end": move_to_end,
-        "__reversed__": reverse_iterator,
-        "keys": keys,
-        "values": values,
-        "items": items,
-        "get": get_or,
-        "setdefault": setdefault,
-        "pop": pop,
-        "update": update,
-        "copy": copy,
-        "clear": clear,
-    }
 
 
 def new_dict(pairs: list[tuple[Value, Value]], state: CaptureState, cls: type = dict) -> DictValue:
@@ -340,33 +325,28 @@ class ReadOnlyView(DictValue):
     def contains(self, state: CaptureState, item: Value) -> bool:
         return self.mapping.contains(state, item)
 
-    def copy(self, state: CaptureState) -> Value:
-        return self.mapping.copy(state)
-
-    methods: ClassVar = DictValue.methods | {"copy": copy}
+    def do_copy(self, state: CaptureState) -> Value:
+        return self.mapping.do_copy(state)
 
     def before_change(self, state: CaptureState) -> None:
         raise state.raise_exception(TypeError, "'mappingproxy' object does not support item assignment")
 
 
-class DictIterator(SequenceIterator):
-    """An iterator over a dictionary, which must not be changed meanwhile."""
+class DictIterator(WatchingIterator):
+    text = "dictionary changed size during iteration"
 
     def __init__(self, owner: DictValue, items: list[Item], what: str) -> None:
-        super().__init__(items, type(iter(getattr({}, what)())))
-        self.owner = owner
+        super().__init__(owner, items, type(iter(getattr({}, what)())))
         self.what = what
-        self.before = list(owner.entries.values())
+        self._keys = [key for key, _ in owner.entries.values()]
 
     def advance(self, state: CaptureState) -> Value | None:
-        entries = list(self.owner.entries.values())
-        if self.items and len(entries) != len(self.before):
-            raise state.raise_exception(RuntimeError, "dictionary changed size during iteration")
-        if [key for key, _ in entries] != [key for key, _ in self.before]:
+        item = super().advance(state)
+        if [key for key, _ in self.owner.entries.values()] != self._keys:
             raise state.unsupported(
                 "dict-iteration", "a dictionary whose keys change while it is iterated over"
             )
-        return super().advance(state)
+        return item
 
 
 class DictView(Value):

@@ -12,8 +12,8 @@ import math
 from typing import Any, ClassVar
 
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
-from gradsplit.compile_core.capture.values.constants import BuiltinMethod, ConstantValue, SequenceIterator
-from gradsplit.compile_core.capture.values.containers import ContainerValue, SequenceValue
+from gradsplit.compile_core.capture.values.constants import BuiltinMethod, ConstantValue
+from gradsplit.compile_core.capture.values.containers import ContainerValue, SequenceValue, WatchingIterator
 from gradsplit.compile_core.capture.values.hash_keys import ComputedKey
 from gradsplit.compile_core.capture.values.mappings import DictValue, DictView
 from gradsplit.compile_core.capture.values.references import ReferenceValue
@@ -66,7 +66,7 @@ class SetValue(ContainerValue):
         return [self.members[key] for key in (self.members if self.mirror is None else self.mirror)]
 
     def iterate(self, state: CaptureState) -> Value:
-        return SetIterator(self, list(self.ordered(state)))
+        return WatchingIterator(self, list(self.ordered(state)), type(iter(set())))
 
     def before_change(self, state: CaptureState) -> None:
         super().before_change(state)
@@ -75,7 +75,7 @@ class SetValue(ContainerValue):
 
     # Single members
 
-    def add(self, state: CaptureState, item: Value) -> Value:
+    def do_add(self, state: CaptureState, item: Value) -> None:
         key = item.hash_key(state)
         self.before_change(state)
         if not self._has(state, key, item):
@@ -84,18 +84,15 @@ class SetValue(ContainerValue):
                 self.mirror = None
             if self.mirror is not None:
                 self.mirror.add(key)
-        return ConstantValue(None)
 
-    def discard(self, state: CaptureState, item: Value) -> Value:
+    def do_discard(self, state: CaptureState, item: Value) -> None:
         if self.contains(state, item):
             self._drop(state, item.hash_key(state))
-        return ConstantValue(None)
 
-    def remove(self, state: CaptureState, item: Value) -> Value:
+    def do_remove(self, state: CaptureState, item: Value) -> None:
         if not self.contains(state, item):
             raise state.raise_exception(KeyError, item)
         self._drop(state, item.hash_key(state))
-        return ConstantValue(None)
 
     def _drop(self, state: CaptureState, key: Any) -> None:
         self.before_change(state)
@@ -103,7 +100,7 @@ class SetValue(ContainerValue):
         if self.mirror is not None:
             self.mirror.discard(key)
 
-    def pop(self, state: CaptureState) -> Value:
+    def do_pop(self, state: CaptureState) -> Value:
         if not self.members:
             raise state.raise_exception(KeyError, "pop from an empty set")
         if self.mirror is None and len(self.members) > 1:
@@ -112,16 +109,15 @@ class SetValue(ContainerValue):
         key = next(iter(self.members)) if self.mirror is None else self.mirror.pop()
         return self.members.pop(key)
 
-    def clear(self, state: CaptureState) -> Value:
+    def do_clear(self, state: CaptureState) -> None:
         self.before_change(state)
         self.members.clear()
         if self.mirror is not None:
             self.mirror.clear()
-        return ConstantValue(None)
 
     # Whole sets
 
-    def copy(self, state: CaptureState) -> Value:
+    def do_copy(self, state: CaptureState) -> Value:
         if self.cls is frozenset:
             return self
         return self._computed(state, "copy", [])
@@ -162,14 +158,6 @@ class SetValue(ContainerValue):
         return super().call_method(state, name, args, kwargs)
 
     _tests: ClassVar = frozenset(["issubset", "issuperset", "isdisjoint"])
-    methods: ClassVar = ContainerValue.methods | {
-        "add": add,
-        "discard": discard,
-        "remove": remove,
-        "pop": pop,
-        "clear": clear,
-        "copy": copy,
-    }
 
     def get_attribute(self, state: CaptureState, name: str) -> Value:
         if hasattr(self.cls, name) and (name in self._tests or name in _RESULTS or name in _RESULTS.values()):
@@ -195,25 +183,11 @@ IN_PLACE_OPERATORS = {
 }
 
 
-class SetIterator(SequenceIterator):
-    """An iterator over a set, which must not be changed meanwhile."""
-
-    def __init__(self, owner: SetValue, items: list[Any]) -> None:
-        super().__init__(items, type(iter(set())))
-        self.owner = owner
-        self.count = len(items)
-
-    def advance(self, state: CaptureState) -> Value | None:
-        if self.items and len(self.owner.members) != self.count:
-            raise state.raise_exception(RuntimeError, "Set changed size during iteration")
-        return super().advance(state)
-
-
 def new_set(state: CaptureState, items: list[Value], cls: type = set) -> SetValue:
     """A set of items that are added one after the other."""
     made = SetValue({}, set, None, set())
     for item in items:
-        made.add(state, item)
+        made.do_add(state, item)
     if cls is frozenset:
         made = SetValue(
             made.members, frozenset, None, None if made.mirror is None else frozenset(made.mirror)
