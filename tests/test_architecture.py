@@ -139,7 +139,7 @@ CAPTURE_EDGES: dict[str, tuple[str, ...]] = {
         "values",
         "wrap",
     ),
-    "rebuild_iterators": ("python_rules", "values"),
+    "rebuild_iterators": ("values",),
     "reconstruct": (
         "graph",
         "guards",

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradsplit.compile_core.capture.python_rules.itertools_rules import RealIterator
 from gradsplit.compile_core.capture.values.base import Value
 from gradsplit.compile_core.capture.values.constants import SequenceIterator
 from gradsplit.compile_core.capture.values.iterators import (
     ChainIterator,
     CountIterator,
-    EnumerateIterator,
-    FilterIterator,
-    MapIterator,
+    RealIterator,
     SliceIterator,
-    ZipIterator,
 )
 from gradsplit.compile_core.capture.values.mappings import DictIterator
 
@@ -32,14 +28,10 @@ def build_iterator(writer: Any, value: Value) -> str:
         return _dict_iterator(writer, value)
     if isinstance(value, SequenceIterator):
         return _sequence_iterator(writer, value)
-    if isinstance(value, ZipIterator):
-        return make(zip, *emit_all(value.iterators), f"strict={value.strict}")
-    if isinstance(value, EnumerateIterator):
-        return make(enumerate, writer.emit(value.iterator), str(value.index))
-    if isinstance(value, MapIterator):
-        return make(map, *emit_all([value.function, *value.iterators]))
-    if isinstance(value, FilterIterator):
-        return make(filter, *emit_all([value.function, value.iterator]))
+    if isinstance(value, RealIterator) and value.cls in (zip, map, filter, enumerate):
+        parts, keywords = value.parts()
+        shown = [writer.emit(part) if isinstance(part, Value) else repr(part) for part in parts]
+        return make(value.cls, *shown, *(f"{key}={item}" for key, item in keywords.items()))
     if isinstance(value, CountIterator):
         return make(value.cls, writer.constant(value.value), writer.constant(value.step))
     if isinstance(value, ChainIterator):

@@ -135,7 +135,7 @@ class RunnerWriter(SourceWriter):
         if isinstance(value, BuiltinMethod):
             return self.bind(f"({self.emit(value.owner)}).{value.name}")
         if isinstance(value, PartialValue):
-            named = [f"{key}={self.emit(item)}" for key, item in value.named(self.state).items()]
+            named = [f"{key}={self.emit(item)}" for key, item in value.kwargs.held(self.state).items()]
             parts = [value.function, *value.args.all(self.state)]
             shown = ", ".join([*(self.emit(part) for part in parts), *named])
             name = self._name(value, f"{self.constant(functools.partial)}({shown})")

@@ -121,9 +121,9 @@ class Capture(CaptureState):
             return ConstantValue(int(known)) if known.is_number else SymbolicInt(real)
         if isinstance(real, torch.SymBool):
             return condition_value(real)
-        if is_literal(real):
-            return ConstantValue(real)
-        if isinstance(real, types.CodeType):
+        if isinstance(real, Value):
+            return real
+        if is_literal(real) or type(real) in (types.CodeType, *FOLDED_TYPES):
             return ConstantValue(real)
         if isinstance(real, torch.Size) or type(real) is tuple or sequence_fields(type(real)):
             return SequenceValue([self.from_constant(item) for item in real], type(real))
@@ -140,8 +140,6 @@ class Capture(CaptureState):
             return SliceValue([self.from_constant(part) for part in (real.start, real.stop, real.step)])
         if isinstance(real, (type, enum.EnumMeta, *TYPE_FORMS)):
             return self.wrap(real, None)
-        if type(real) in FOLDED_TYPES:
-            return ConstantValue(real)
         raise self.unsupported("constant", f"a value of type {type(real).__qualname__}")
 
     def as_index(self, value: Value, what: str) -> int:
@@ -187,7 +185,7 @@ class Capture(CaptureState):
         return True
 
     def raise_exception(self, cls: type[BaseException], *args: Any) -> SymbolicRaise:
-        values = [item if isinstance(item, Value) else self.from_constant(item) for item in args]
+        values = [self.from_constant(item) for item in args]
         value = ExceptionValue(cls, values)
         raised_during(self, value, self.handled_exception())
         return SymbolicRaise(value)

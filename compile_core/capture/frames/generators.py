@@ -74,11 +74,6 @@ class GeneratorValue(MethodOwner, IteratorValue):
         value, self._returned = self._returned, None
         return value
 
-    def get_attribute(self, state: CaptureState, name: str) -> Value:
-        if not hasattr(types.GeneratorType, name):
-            raise state.raise_exception(AttributeError, f"'generator' object has no attribute {name!r}")
-        return super().get_attribute(state, name)
-
     def do_send(self, state: CaptureState, value: Value | None = None) -> Value:
         nothing = value is None or is_none(value)
         if not nothing and not self.started and not self.finished:

@@ -217,7 +217,7 @@ def _set_function_part(frame: Frame, made: FunctionValue, flag: int, part: Value
         made.defaults = frame.state.items_of(part)
     elif flag == 2:
         assert isinstance(part, DictValue)
-        made.keyword_defaults = {key: part.get(frame.state, key) for key in part.entries}
+        made.keyword_defaults = part.held(frame.state)
     elif flag == 8:
         cells = frame.state.items_of(part)
         made.closure = tuple(cell for cell in cells if isinstance(cell, CellValue))

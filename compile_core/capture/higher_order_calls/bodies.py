@@ -186,7 +186,7 @@ def real_object(state: CaptureState, value: Value) -> Any:
     """The very object that a value stands for, guarded to be the same at every call; raises NotConstant for others."""
     if isinstance(value, PartialValue):
         args = [real_object(state, item) for item in value.args.all(state)]
-        kwargs = {key: real_object(state, item) for key, item in value.named(state).items()}
+        kwargs = {key: real_object(state, item) for key, item in value.kwargs.held(state).items()}
         return functools.partial(real_object(state, value.function), *args, **kwargs)
     if isinstance(value, SequenceValue) and value.cls in (list, tuple):
         return value.cls(real_object(state, item) for item in value.all(state))

@@ -21,7 +21,7 @@ from gradsplit.compile_core.capture.object_model.functions import FunctionValue
 from gradsplit.compile_core.capture.values.base import CaptureState, PlainCall, Value
 from gradsplit.compile_core.capture.values.call_rules import CallRule, call_rule
 from gradsplit.compile_core.capture.values.constants import ConstantValue
-from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue
+from gradsplit.compile_core.capture.values.containers import SequenceValue
 from gradsplit.compile_core.capture.values.mappings import DictValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue
 from gradsplit.compile_core.torch_facts.bindings import broadcast_and_flatten
@@ -92,8 +92,7 @@ class _Template:
         if isinstance(value, SequenceValue) and value.cls in (tuple, list):
             return value.cls(self._replace(item) for item in value.all(self._state))
         if isinstance(value, DictValue) and value.cls is dict:
-            value.guard_keys(self._state)
-            return {key: self._replace(value.get(self._state, key)) for key in list(value.entries)}
+            return {key: self._replace(item) for key, item in value.held(self._state).items()}
         raise self._state.unsupported(
             "transform-argument", f"{value.describe()} as an argument or result of a transformed function"
         )
@@ -115,8 +114,8 @@ def _call(
         args, kwargs = nodes.fill(body_arguments.structure, inner)
         returned = made.function.call(
             state,
-            [_to_value(state, value) for value in args],
-            {key: _to_value(state, v) for key, v in kwargs.items()},
+            [state.from_constant(value) for value in args],
+            {key: state.from_constant(value) for key, value in kwargs.items()},
         )
         result = _Template(state, ((returned,), {}))
         module = graph.close([tensor.node for tensor in result.tensors])
@@ -134,23 +133,7 @@ def _call(
 
     given = [tensor.node for tensor in arguments.tensors]
     leaves = state.call_tensor_nodes(nodes.transformed, [*held, *given, *graph.lifted], example)
-    return _to_value(state, pytree.tree_unflatten(state.items_of(leaves), structure[0]))
-
-
-def _to_value(state: CaptureState, structure: Any) -> Value:
-    """The value of a structure of values and constants."""
-    if isinstance(structure, Value):
-        return structure
-    if type(structure) is list:
-        return ListValue([_to_value(state, item) for item in structure])
-    if isinstance(structure, tuple):
-        return SequenceValue([_to_value(state, item) for item in structure], type(structure))
-    if type(structure) is dict:
-        entries: dict[Any, Any] = {
-            key: (state.from_constant(key), _to_value(state, item)) for key, item in structure.items()
-        }
-        return DictValue(entries, dict)
-    return state.from_constant(structure)
+    return state.from_constant(pytree.tree_unflatten(state.items_of(leaves), structure[0]))
 
 
 def _tracked(fake: torch.Tensor) -> torch.Tensor:
@@ -187,8 +170,7 @@ def _option(state: CaptureState, value: Value) -> Any:
     if isinstance(value, SequenceValue):
         return value.cls(_option(state, item) for item in value.all(state))
     if isinstance(value, DictValue):
-        value.guard_keys(state)
-        return {key: _option(state, value.get(state, key)) for key in list(value.entries)}
+        return {key: _option(state, item) for key, item in value.held(state).items()}
     if isinstance(value, ConstantValue):
         return value.value
     raise state.unsupported("transform-option", f"{value.describe()} as an option of a function transform")
@@ -261,7 +243,7 @@ class PullBackValue(GraphObjectValue):
         held = state.graph.hold("cotangents", cotangents.structure[0])
         given = [self.node, held, *(tensor.node for tensor in cotangents.tensors)]
         leaves = state.call_tensor_nodes(nodes.pull_back, given, example)
-        return _to_value(state, pytree.tree_unflatten(state.items_of(leaves), structure[0]))
+        return state.from_constant(pytree.tree_unflatten(state.items_of(leaves), structure[0]))
 
 
 def _example_code(transform: Callable[..., Any]) -> types.CodeType:

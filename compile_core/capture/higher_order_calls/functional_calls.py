@@ -47,8 +47,7 @@ def _functional_call(
 def _entries(state: CaptureState, value: Value) -> dict[str, Value]:
     if not isinstance(value, DictValue):
         raise state.unsupported("functional-call", f"functional_call with {value.describe()}")
-    value.guard_keys(state)
-    return {key: value.get(state, key) for key in list(value.entries)}
+    return value.held(state)
 
 
 def _given(state: CaptureState, value: Value) -> dict[str, Value]:

@@ -134,12 +134,8 @@ class InstanceValue(AttributeOwner):
         self.deleted: set[str] = set()
 
     def truth(self, state: CaptureState) -> bool:
-        for name in ("__bool__", "__len__"):
-            owner, entry = find_class_entry(state, self.cls, name)
-            if owner is not None:
-                result = bind_class_entry(state, self, self.cls, owner, name, entry).call(state, [], {})
-                return result.truth(state)
-        return True
+        result = self._special(state, "__bool__", []) or self._special(state, "__len__", [])
+        return result is None or result.truth(state)
 
     def hash_key(self, state: CaptureState) -> Any:
         if self.cls.__hash__ is object.__hash__ and self.cls.__eq__ is object.__eq__:
@@ -165,11 +161,8 @@ class InstanceValue(AttributeOwner):
 
     def _call_getattribute(self, state: CaptureState, name: str) -> Value | None:
         """The user's own ``__getattribute__``; None where it raises AttributeError and ``__getattr__`` follows."""
-        owner, entry = find_class_entry(state, self.cls, "__getattribute__")
-        assert owner is not None
-        bound = bind_class_entry(state, self, self.cls, owner, "__getattribute__", entry)
         try:
-            return bound.call(state, [ConstantValue(name)], {})
+            return self._special(state, "__getattribute__", [ConstantValue(name)])
         except SymbolicRaise as raised:
             follows = find_class_entry(state, self.cls, "__getattr__")[0] is not None
             if follows and issubclass(raised.value.python_type(), AttributeError):
@@ -233,11 +226,10 @@ class InstanceValue(AttributeOwner):
 
     def missing_attribute(self, state: CaptureState, name: str) -> Value:
         """``__getattr__``, or AttributeError."""
-        owner, entry = find_class_entry(state, self.cls, "__getattr__")
-        if owner is not None:
-            bound = bind_class_entry(state, self, self.cls, owner, "__getattr__", entry)
-            return bound.call(state, [ConstantValue(name)], {})
-        raise state.no_attribute(self.cls, name)
+        found = self._special(state, "__getattr__", [ConstantValue(name)])
+        if found is None:
+            raise state.no_attribute(self.cls, name)
+        return found
 
     def set_attribute(self, state: CaptureState, name: str, value: Value) -> None:
         if self._has_own(state, "__setattr__"):
@@ -319,19 +311,22 @@ class InstanceValue(AttributeOwner):
             raise self._not_found(state, name)
         self.forget(state, name)
 
-    def _special(self, state: CaptureState, name: str, args: list[Value]) -> Value | None:
+    def _special(
+        self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value] | None = None
+    ) -> Value | None:
+        """What a special method gives; None where there is none."""
         owner, entry = find_class_entry(state, self.cls, name)
         if owner is None or owner is object:
             return None
         if entry is None:
             raise state.raise_exception(TypeError, _refusal(self.cls.__name__, name))
-        return bind_class_entry(state, self, self.cls, owner, name, entry).call(state, args, {})
+        return bind_class_entry(state, self, self.cls, owner, name, entry).call(state, args, kwargs or {})
 
     def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        owner, entry = find_class_entry(state, self.cls, "__call__")
-        if owner is None:
+        found = self._special(state, "__call__", args, kwargs)
+        if found is None:
             raise state.raise_exception(TypeError, f"{self.cls.__name__!r} object is not callable")
-        return bind_class_entry(state, self, self.cls, owner, "__call__", entry).call(state, args, kwargs)
+        return found
 
     def graph_argument(self, state: CaptureState) -> Any:
         return super().graph_argument(state) if self.content is None else self.content.graph_argument(state)
@@ -345,11 +340,8 @@ class InstanceValue(AttributeOwner):
         raise state.raise_exception(TypeError, f"{self.cls.__name__!r} object is not iterable")
 
     def advance(self, state: CaptureState) -> Value | None:
-        owner, entry = find_class_entry(state, self.cls, "__next__")
-        if owner is None:
-            return super().advance(state)
         try:
-            return bind_class_entry(state, self, self.cls, owner, "__next__", entry).call(state, [], {})
+            return self._special(state, "__next__", []) or super().advance(state)
         except SymbolicRaise as raised:
             if not issubclass(raised.value.python_type(), StopIteration):
                 raise

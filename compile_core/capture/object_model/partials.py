@@ -42,12 +42,10 @@ class PartialValue(Value):
             raise state.unsupported("attribute-store", f"a store to {name!r} of a partial application")
         self.changes[name] = value
 
-    def named(self, state: CaptureState) -> dict[str, Value]:
-        self.kwargs.guard_keys(state)
-        return {key: self.kwargs.get(state, key) for key in list(self.kwargs.entries)}
-
     def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        return self.function.call(state, [*self.args.all(state), *args], {**self.named(state), **kwargs})
+        return self.function.call(
+            state, [*self.args.all(state), *args], {**self.kwargs.held(state), **kwargs}
+        )
 
 
 @call_rule(functools.partial)
@@ -56,7 +54,7 @@ def _partial(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -
     if isinstance(function, PartialValue):
         # A partial application of a partial application is one of the function.
         bound = [*function.args.all(state), *bound]
-        kwargs = {**function.named(state), **kwargs}
+        kwargs = {**function.kwargs.held(state), **kwargs}
         function = function.function
     pairs: list[tuple[Value, Value]] = [(ConstantValue(name), value) for name, value in kwargs.items()]
     return PartialValue(function, SequenceValue(list(bound), tuple), new_dict(pairs, state))

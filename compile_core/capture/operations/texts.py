@@ -130,9 +130,7 @@ def _of_container(state: CaptureState, value: Value, inside: list[Value]) -> str
         pairs = zip(value.cls._fields, value.all(state), strict=True)
         return f"{value.cls.__name__}({', '.join(f'{name}={show(item)}' for name, item in pairs)})"
     if isinstance(value, DictValue) and value.cls is dict:
-        value.guard_keys(state)
-        pairs = [(key, value.get(state, real)) for real, (key, _) in list(value.entries.items())]
-        return f"{{{', '.join(f'{show(key)}: {show(item)}' for key, item in pairs)}}}"
+        return f"{{{', '.join(f'{show(key)}: {show(item)}' for key, item in value.pairs(state))}}}"
     if isinstance(value, DequeValue):
         limit = "" if value.limit is None else f", maxlen={value.limit}"
         return f"deque([{', '.join(show(item) for item in value.all(state))}]{limit})"

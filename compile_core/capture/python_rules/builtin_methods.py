@@ -163,4 +163,4 @@ def new_pairs(
     """The pairs that ``update(other, **kwargs)`` stores."""
     collected = DictValue({})
     collected.do_update(state, other, **kwargs)
-    return [(key, collected.get(state, real)) for real, (key, _) in list(collected.entries.items())]
+    return collected.pairs(state)

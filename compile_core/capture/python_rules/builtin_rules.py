@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import collections
 import functools
-import math
-import operator
-import sys
 import typing
 from typing import Any
 
 from gradsplit.compile_core.capture.frames.frame import Frame
-from gradsplit.compile_core.capture.numpy_arrays.arrays import operate
 from gradsplit.compile_core.capture.object_model.class_entries import find_class_entry
 from gradsplit.compile_core.capture.object_model.classes import ClassValue, SuperValue
 from gradsplit.compile_core.capture.object_model.exceptions import ExceptionValue
@@ -21,8 +17,6 @@ from gradsplit.compile_core.capture.object_model.made_classes import make_by_typ
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue
 from gradsplit.compile_core.capture.object_model.partials import PartialValue
 from gradsplit.compile_core.capture.open_numbers.conditions import ConditionValue
-from gradsplit.compile_core.capture.open_numbers.scalars import whole_number
-from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import call_with_numbers
 from gradsplit.compile_core.capture.operations import operators, texts
 from gradsplit.compile_core.capture.values.base import NULL, CaptureState, Value
 from gradsplit.compile_core.capture.values.call_rules import (
@@ -38,59 +32,12 @@ from gradsplit.compile_core.capture.values.mappings import DictValue, new_dict
 from gradsplit.compile_core.capture.values.sets import SetValue, as_set, new_set
 from gradsplit.compile_core.capture.values.tensors import METHOD_RULES, TensorValue
 
-_PURE = (
-    [abs, bytes, complex, divmod, ord, pow, round]
-    + [value for name, value in vars(math).items() if callable(value) and name != "prod"]
-    + [int.from_bytes, str.maketrans, bytes.maketrans, sys.intern]
-)
-
-
-def _fold_rule(function: Any) -> CallRule:
-    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        array = operate(state, operator.abs, *args) if function is abs else None
-        if array is not None:
-            return array
-        if function is abs and isinstance(args[0], TensorValue):
-            return state.call_tensor_op("call_method", "abs", args, {})
-        if function is pow and any(isinstance(argument, TensorValue) for argument in args):
-            return operators.binary(state, "**", *args)
-        return call_with_numbers(state, function, args, kwargs) or fold(state, function, args, kwargs)
-
-    return call
-
-
-for _function in _PURE:
-    CALL_RULES[_function] = _fold_rule(_function)
-
 
 @answer_to(len)
 def _len(state: CaptureState, value: Value) -> Any:
     if isinstance(value, TensorValue) and value.fake.dim():
         return state.from_constant(value.fake.shape[0])
     return ConstantValue(value.length(state))
-
-
-def _number_rule(cls: type) -> CallRule:
-    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        if args and isinstance(args[0], TensorValue):
-            rule = METHOD_RULES.get(f"__{cls.__name__}__")
-            found = None if rule is None else rule(state, args[0])
-            if found is not None:
-                return found
-            raise state.unsupported(
-                "data-dependent-value",
-                f"{cls.__name__}() of {args[0].describe()} depends on its data",
-                "keep the value in a tensor",
-            )
-        if cls is int and len(args) == 1 and (whole := whole_number(state, args[0])) is not None:
-            return whole
-        return call_with_numbers(state, cls, args, kwargs) or fold(state, cls, args, kwargs)
-
-    return call
-
-
-CALL_RULES[int] = _number_rule(int)
-CALL_RULES[float] = _number_rule(float)
 
 
 @call_rule(str)

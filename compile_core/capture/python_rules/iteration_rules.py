@@ -25,7 +25,6 @@ from gradsplit.compile_core.capture.values.call_rules import (
 )
 from gradsplit.compile_core.capture.values.constants import (
     ConstantValue,
-    IteratorValue,
     SequenceIterator,
     fold,
     is_none,
@@ -35,30 +34,6 @@ from gradsplit.compile_core.capture.values.mappings import DictValue, DictView
 from gradsplit.compile_core.capture.values.sets import SetValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue
 from gradsplit.compile_core.errors import Unsupported
-
-
-class SentinelIterator(IteratorValue):
-    """``iter(function, sentinel)``."""
-
-    cls = type(iter(int, 1))
-
-    def __init__(self, function: Value, sentinel: Value) -> None:
-        self.function: Value | None = function
-        self.sentinel = sentinel
-
-    def advance(self, state: CaptureState) -> Value | None:
-        if self.function is None:
-            return None
-        item = self.function.call(state, [], {})
-        if item is self.sentinel or state.equal(item, self.sentinel):
-            self.function = None
-            return None
-        return item
-
-
-@answer_to(iter)
-def _iter(state: CaptureState, iterable: Value, *sentinel: Value) -> Any:
-    return SentinelIterator(iterable, *sentinel) if sentinel else iterable.iterate(state)
 
 
 @answer_to(reversed)

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue
 from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import SymbolicNumber
 from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, Value
-from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, answer_to
+from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, answer_to
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 
 
@@ -46,50 +45,25 @@ def _constants(state: CaptureState, values: list[Value]) -> list[Any]:
         ) from None
 
 
-def _write(state: CaptureState, logger: Value, level: int, message: list[Value]) -> None:
-    """As ``Logger._log`` does; ``handle`` and ``makeRecord`` may be the program's own."""
-    assert isinstance(logger, InstanceValue)
+@answer_to(logging.Logger._log)
+def _log(state: CaptureState, logger: Value, level: Value, msg: Value, args: Value, **options: Value) -> Any:
+    """``handle`` and ``makeRecord`` may be the program's own."""
+    own = getattr(logger, "real", None)
+    if options or own is None:
+        raise state.unsupported("logging", "a log of more than a message", "log without the arguments")
+    message = [msg, *state.items_of(args)]
     _constants(state, [value for value in message if not isinstance(value, SymbolicNumber)])
-    own = type(logger.real)
-    if own._log is not logging.Logger._log or own.findCaller is not logging.Logger.findCaller:
-        raise state.unsupported("logging", f"{own.__qualname__} writes records in a way of its own")
-    place = state.frames[-1].location()
+    if type(own).findCaller is not logging.Logger.findCaller:
+        raise state.unsupported("logging", f"{type(own).__qualname__} finds callers in a way of its own")
+    number = level.as_constant()
+    place = next(f.location() for f in reversed(state.frames) if f.module_name() != "logging")
 
     def write_record(text: Any, *args: Any) -> None:
-        given = (level, place.filename, place.line, text, args, None, place.function)
-        logger.real.handle(logger.real.makeRecord(logger.real.name, *given))
+        given = (number, place.filename, place.line, text, args, None, place.function)
+        own.handle(own.makeRecord(own.name, *given))
 
     state.effects.message_given(write_record, message)
-
-
-def _level_rule(function: Callable[..., Any], level: int | None) -> CallRule:
-    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        wanted = args[1].as_constant() if level is None else level
-        if _is_enabled(state, args[0], wanted):
-            message = args[1:] if level is not None else args[2:]
-            if kwargs or not message or function is logging.Logger.exception:
-                raise state.unsupported(
-                    "logging",
-                    f"{function.__qualname__} with more than a message",
-                    "log without the arguments",
-                )
-            _write(state, args[0], wanted, message)
-        return ConstantValue(None)
-
-    return call
-
-
-for _name, _level in (
-    ("debug", logging.DEBUG),
-    ("info", logging.INFO),
-    ("warning", logging.WARNING),
-    ("error", logging.ERROR),
-    ("exception", logging.ERROR),
-    ("critical", logging.CRITICAL),
-    ("log", None),
-):
-    _function = getattr(logging.Logger, _name)
-    CALL_RULES[_function] = _level_rule(_function, _level)
+    return None
 
 
 def _leave_to_python(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+import sys
 from typing import Any
 
+from gradsplit.compile_core.capture.numpy_arrays.arrays import operate
 from gradsplit.compile_core.capture.object_model.classes import ClassValue
 from gradsplit.compile_core.capture.object_model.existing_objects import PythonModuleValue
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue
+from gradsplit.compile_core.capture.open_numbers.scalars import whole_number
 from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import call_with_numbers
-from gradsplit.compile_core.capture.operations import operator_rules
+from gradsplit.compile_core.capture.operations import operators
 from gradsplit.compile_core.capture.operations.special_methods import special_call
-from gradsplit.compile_core.capture.python_rules import builtin_rules
 from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, Value
 from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, answer_to
 from gradsplit.compile_core.capture.values.constants import ConstantValue, fold
 from gradsplit.compile_core.capture.values.containers import ListValue
 from gradsplit.compile_core.capture.values.hash_keys import ComputedKey, IdentityValue
-
-# Some rules below ask the object first and else do what the rule for literals does.
-assert builtin_rules and operator_rules
-
+from gradsplit.compile_core.capture.values.tensors import METHOD_RULES, TensorValue
 
 answer_to(id)(lambda state, value: IdentityValue(value))
 
@@ -54,71 +52,82 @@ def _dir(state: CaptureState, value: Value) -> Any:
     return ListValue([ConstantValue(name) for name in names])
 
 
-def _number_rule(function: Callable[..., Any], name: str) -> CallRule:
-    """A built-in function that asks an object's special method; of literals it is folded."""
-    earlier = CALL_RULES.get(function)
+# The special methods that a function of numbers asks an object for. What the first gives is the answer, what another
+# does is a number to ask again.
+_SPECIAL: dict[Any, tuple[str, ...]] = {
+    int: ("__int__", "__index__"),
+    float: ("__float__", "__index__"),
+    complex: ("__complex__", "__float__", "__index__"),
+    abs: ("__abs__",),
+    round: ("__round__",),
+    math.floor: ("__floor__",),
+    math.ceil: ("__ceil__",),
+    math.trunc: ("__trunc__",),
+    bytes: ("__bytes__",),
+    operator.index: ("__index__",),
+}
+_REFLECTED: dict[Any, tuple[str, str]] = {divmod: ("__divmod__", "__rdivmod__"), pow: ("__pow__", "__rpow__")}
+# Functions of whole numbers, which an object may stand for.
+_OF_WHOLE_NUMBERS = (range, hex, oct, bin, chr)
+_PURE = [
+    ord,
+    int.from_bytes,
+    str.maketrans,
+    bytes.maketrans,
+    sys.intern,
+    *_SPECIAL,
+    *_REFLECTED,
+    *_OF_WHOLE_NUMBERS,
+]
+_PURE += [value for name, value in vars(math).items() if callable(value) and name != "prod"]
 
+
+def _of_objects(state: CaptureState, function: Any, args: list[Value]) -> Value | None:
+    """What the program's own classes say; None where the function is to be asked, of what is left of the arguments."""
+    for at, name in enumerate(_SPECIAL.get(function, ())):
+        found = special_call(state, args[0], name, [] if at else args[1:]) if args else None
+        if found is not None:
+            return CALL_RULES[function](state, [found], {}) if at else found
+    for index, name in enumerate(_REFLECTED.get(function, ())):
+        others = [*args[1:]] if index == 0 else [args[0]]
+        found = special_call(state, args[index], name, others) if index < len(args) else None
+        if found is not None:
+            return found
+    if function in _OF_WHOLE_NUMBERS:
+        args[:] = [special_call(state, value, "__index__", []) or value for value in args]
+    elif function in _SPECIAL and args and isinstance(args[0], InstanceValue) and args[0].content is not None:
+        args[0] = args[0].content
+    return None
+
+
+def _of_tensors(state: CaptureState, function: Any, args: list[Value]) -> Value | None:
+    if function in (int, float) and isinstance(args[0], TensorValue):
+        rule = METHOD_RULES.get(f"__{function.__name__}__")
+        found = None if rule is None else rule(state, args[0])
+        if found is None:
+            shown = f"{function.__name__}() of {args[0].describe()} depends on its data"
+            raise state.unsupported("data-dependent-value", shown, "keep the value in a tensor")
+        return found
+    if function is int and len(args) == 1:
+        return whole_number(state, args[0])
+    if function is abs and isinstance(args[0], TensorValue):
+        return state.call_tensor_op("call_method", "abs", args, {})
+    if function is pow and any(isinstance(argument, TensorValue) for argument in args):
+        return operators.binary(state, "**", *args)
+    return operate(state, operator.abs, *args) if function is abs else None
+
+
+def _pure_rule(function: Any) -> CallRule:
     def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        if args and isinstance(args[0], InstanceValue):
-            found = special_call(state, args[0], name, args[1:])
-            if found is None and name in ("__int__", "__float__", "__complex__"):
-                others = ["__float__", "__index__"] if function is complex else ["__index__"]
-                tried = (special_call(state, args[0], other, []) for other in others)
-                found = next((number for number in tried if number is not None), None)
-                found = None if found is None else call(state, [found], {})
-            if found is not None:
-                return found
-            if args[0].content is not None:
-                args = [args[0].content, *args[1:]]
-        if earlier is not None:
-            return earlier(state, args, kwargs)
-        return call_with_numbers(state, function, args, kwargs) or fold(state, function, args, kwargs)
+        given = [*args]
+        found = _of_objects(state, function, given)
+        if found is None and given:
+            found = _of_tensors(state, function, given)
+        if found is not None:
+            return found
+        return call_with_numbers(state, function, given, kwargs) or fold(state, function, given, kwargs)
 
     return call
 
 
-for _function, _name in (
-    (int, "__int__"),
-    (float, "__float__"),
-    (complex, "__complex__"),
-    (abs, "__abs__"),
-    (round, "__round__"),
-    (math.floor, "__floor__"),
-    (math.ceil, "__ceil__"),
-    (math.trunc, "__trunc__"),
-    (bytes, "__bytes__"),
-    (operator.index, "__index__"),
-):
-    CALL_RULES[_function] = _number_rule(_function, _name)
-
-
-def _reflected_rule(function: Callable[..., Any], method: str, reflected: str) -> CallRule:
-    earlier = CALL_RULES[function]
-
-    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        for index, name in ((0, method), (1, reflected)):
-            others = [*args[1:]] if index == 0 else [args[0]]
-            found = special_call(state, args[index], name, others) if index < len(args) else None
-            if found is not None:
-                return found
-        return earlier(state, args, kwargs)
-
-    return call
-
-
-CALL_RULES[divmod] = _reflected_rule(divmod, "__divmod__", "__rdivmod__")
-CALL_RULES[pow] = _reflected_rule(pow, "__pow__", "__rpow__")
-
-
-def _indexed_rule(function: Callable[..., Any]) -> CallRule:
-    """Functions of whole numbers, which an object may stand for."""
-
-    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        numbers = [special_call(state, value, "__index__", []) or value for value in args]
-        return call_with_numbers(state, function, numbers, kwargs) or fold(state, function, numbers, kwargs)
-
-    return call
-
-
-for _function in (range, hex, oct, bin, chr):
-    CALL_RULES[_function] = _indexed_rule(_function)
+CALL_RULES.update({_function: _pure_rule(_function) for _function in _PURE})

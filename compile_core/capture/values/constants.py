@@ -178,6 +178,9 @@ class MethodOwner(Value):
         cls.methods = {**cls.methods, **own}
 
     def get_attribute(self, state: CaptureState, name: str) -> Value:
+        cls = self.python_type()
+        if name not in self.methods and not hasattr(cls, name) and not cls.__dictoffset__:
+            raise state.no_attribute(cls, name)
         return BuiltinMethod(self, name) if name in self.methods else super().get_attribute(state, name)
 
     def call_method(

@@ -1,94 +1,116 @@
-"""Iterators that compute their items one by one: zip, enumerate, map, filter and generators' kin."""
+"""Iterators that compute their items one by one: those of Python itself, fed with symbolic values, and generators' kin.
+
+A real ``zip`` or ``map`` asks its iterables and functions for objects in exactly the order in which Python does; that
+these objects are symbolic values makes no difference to it.
+"""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from gradsplit.compile_core.capture.values.base import CaptureState, Value
-from gradsplit.compile_core.capture.values.call_rules import answer_to, answers, call_rule
+from gradsplit.compile_core.capture.values.base import CaptureState, SymbolicRaise, Value
+from gradsplit.compile_core.capture.values.call_rules import answer_to, call_rule
 from gradsplit.compile_core.capture.values.constants import ConstantValue, IteratorValue, is_none
 from gradsplit.compile_core.capture.values.containers import SequenceValue
 
 
-class ZipIterator(IteratorValue):
-    cls = zip
+class RealIterator(IteratorValue):
+    """A real iterator over symbolic values, over tuples of them, or over iterators of them.
 
-    def __init__(self, iterators: list[Value], strict: bool) -> None:
-        self.iterators = iterators
-        self.strict = strict
+    ``is_closed`` says that nothing outside can change or see what it has left.
+    """
 
-    def advance(self, state: CaptureState) -> Value | None:
-        items: list[Any] = []
-        for position, iterator in enumerate(self.iterators):
-            item = iterator.advance(state)
-            if item is None:
-                if self.strict:
-                    self._check_end(state, position)
-                return None
-            items.append(item)
-        return SequenceValue(items, tuple) if items else None
-
-    def _check_end(self, state: CaptureState, ended: int) -> None:
-        """The iterator at a position has ended: those before it gave an item more, those behind it must end too."""
-        if ended:
-            others = "argument 1" if ended == 1 else f"arguments 1-{ended}"
-            text = f"zip() argument {ended + 1} is shorter than {others}"
-            raise state.raise_exception(ValueError, text)
-        for position, iterator in enumerate(self.iterators[1:], start=1):
-            if iterator.advance(state) is not None:
-                others = "argument 1" if position == 1 else f"arguments 1-{position}"
-                text = f"zip() argument {position + 1} is longer than {others}"
-                raise state.raise_exception(ValueError, text)
-
-
-class EnumerateIterator(IteratorValue):
-    cls = enumerate
-
-    def __init__(self, iterator: Value, start: int) -> None:
+    def __init__(self, iterator: Iterator[Any], is_closed: bool = False) -> None:
         self.iterator = iterator
-        self.index = start
+        self.cls = type(iterator)
+        self.is_closed = is_closed
+
+    def rest(self) -> list[Value]:
+        """All items that a closed iterator has left; it keeps them."""
+        items = list(self.iterator)
+        self.iterator = iter(items)
+        return [_symbolic(item) for item in items]
 
     def advance(self, state: CaptureState) -> Value | None:
-        item = self.iterator.advance(state)
-        if item is None:
+        try:
+            return _symbolic(next(self.iterator))
+        except StopIteration:
             return None
-        self.index += 1
-        return SequenceValue([ConstantValue(self.index - 1), item], tuple)
+        except SymbolicRaise as raised:
+            if not issubclass(raised.value.python_type(), StopIteration):
+                raise
+            self.stopped = raised  # of a function, which ends who calls it
+            return None
+        except ValueError as error:
+            if not str(error).startswith("zip()"):
+                raise
+            raise state.raise_exception(ValueError, *error.args) from None
+
+    def parts(self) -> tuple[Any, ...]:
+        """What a zip, map, filter or enumerate is made of, as values, and the keywords of what makes another."""
+        _, given, *strict = self.iterator.__reduce__()  # type: ignore[misc]
+        parts = [getattr(part, "value", part) for part in given]
+        return parts, {"strict": bool(strict)} if self.cls is zip else {}
 
 
-class MapIterator(IteratorValue):
-    cls = map
-
-    def __init__(self, function: Value, iterators: list[Value]) -> None:
-        self.function = function
-        self.iterators = iterators
-
-    def advance(self, state: CaptureState) -> Value | None:
-        items = []
-        for iterator in self.iterators:
-            item = iterator.advance(state)
-            if item is None:
-                return None
-            items.append(item)
-        return self.function.call(state, items, {})
+def _symbolic(item: Any) -> Value:
+    if isinstance(item, Value):
+        return item
+    if isinstance(item, tuple):
+        return SequenceValue([_symbolic(part) for part in item], tuple)
+    if isinstance(item, ByValue):
+        return item.value
+    return ConstantValue(item) if type(item) is int else RealIterator(item)
 
 
-class FilterIterator(IteratorValue):
-    cls = filter
+class Items:
+    """A symbolic iterable as a real one."""
 
-    def __init__(self, function: Value, iterator: Value) -> None:
-        self.function = function
-        self.iterator = iterator
+    def __init__(self, state: CaptureState, iterable: Value) -> None:
+        self.state = state
+        self.value = iterable.iterate(state)
 
-    def advance(self, state: CaptureState) -> Value | None:
-        while (item := self.iterator.advance(state)) is not None:
-            kept = item
-            if not is_none(self.function):
-                kept = self.function.call(state, [item], {})
-            if kept.truth(state):
-                return item
-        return None
+    def __iter__(self) -> Items:
+        return self
+
+    def __next__(self) -> Value:
+        item = self.value.advance(self.state)
+        if item is None:
+            raise StopIteration
+        return item
+
+
+class ByValue:
+    """A symbolic value that compares as the program does."""
+
+    def __init__(self, state: CaptureState, value: Value) -> None:
+        self.state = state
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ByValue) and self.state.equal(self.value, other.value)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Called:
+    """A symbolic function as a real one; ``then`` is done with what it gives."""
+
+    def __init__(self, state: CaptureState, function: Value, then: Callable[..., Any] | None = None) -> None:
+        self.state = state
+        self.value = function
+        self._then = then
+
+    def __call__(self, *items: Value) -> Any:
+        found = items[0] if is_none(self.value) else self.value.call(self.state, list(items), {})
+        return found if self._then is None else self._then(self.state, found)
+
+
+def predicate(state: CaptureState, function: Value) -> Called:
+    """None stands for the truth value itself."""
+    return Called(state, function, lambda state, found: found.truth(state))
 
 
 class CountIterator(IteratorValue):
@@ -151,23 +173,30 @@ class SliceIterator(IteratorValue):
 
 @answer_to(zip)
 def _zip(state: CaptureState, *iterables: Value, strict: Value | None = None) -> Any:
-    iterators = [iterable.iterate(state) for iterable in iterables]
-    return ZipIterator(iterators, strict is not None and strict.truth(state))
+    items = [Items(state, iterable) for iterable in iterables]
+    return RealIterator(zip(*items, strict=strict is not None and strict.truth(state)))
 
 
 @answer_to(enumerate)
 def _enumerate(state: CaptureState, iterable: Value, start: Value | None = None) -> Any:
-    return EnumerateIterator(iterable.iterate(state), 0 if start is None else start.as_constant())
+    return RealIterator(enumerate(Items(state, iterable), 0 if start is None else start.as_constant()))
 
 
-answers(
-    {
-        map: lambda state, function, *iterables: MapIterator(
-            function, [iterable.iterate(state) for iterable in iterables]
-        ),
-        filter: lambda state, function, iterable: FilterIterator(function, iterable.iterate(state)),
-    }
-)
+@answer_to(map)
+def map_values(state: CaptureState, function: Value, *iterables: Value) -> Any:
+    return RealIterator(map(Called(state, function), *(Items(state, iterable) for iterable in iterables)))
+
+
+@answer_to(filter)
+def filter_values(state: CaptureState, function: Value, iterable: Value) -> Any:
+    return RealIterator(filter(predicate(state, function), Items(state, iterable)))
+
+
+@answer_to(iter)
+def _iter(state: CaptureState, iterable: Value, *sentinel: Value) -> Any:
+    if not sentinel:
+        return iterable.iterate(state)
+    return RealIterator(iter(Called(state, iterable, ByValue), ByValue(state, *sentinel)))
 
 
 @call_rule(itertools.count)

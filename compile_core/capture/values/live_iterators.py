@@ -16,11 +16,7 @@ from typing import Any
 
 from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, Value
 from gradsplit.compile_core.capture.values.constants import IteratorValue
-from gradsplit.compile_core.capture.values.iterators import (
-    FilterIterator,
-    MapIterator,
-    ZipIterator,
-)
+from gradsplit.compile_core.capture.values.iterators import Items, RealIterator, filter_values, map_values
 from gradsplit.compile_core.ir.sources import ConvertedSource, ItemSource, Reference, Source
 
 # Of itertools, those that can be copied alone, and those that hold iterators; CPython 3.12 warns of copies of them.
@@ -211,9 +207,9 @@ def _in_parts(state: CaptureState, real: Any, source: Source) -> Value:
         state.guards.add(
             [source], f"(len({{0}}.__reduce__()) > 2) is {strict}", [], f"{source} is strict or not"
         )
-        made: Value = ZipIterator(values, strict)
+        made: Value = RealIterator(zip(*(Items(state, value) for value in values), strict=strict))
     else:
-        made = MapIterator(values[0], values[1:]) if type(real) is map else FilterIterator(*values)
+        made = (map_values if type(real) is map else filter_values)(state, *values)
     made.source = source
     return made
 

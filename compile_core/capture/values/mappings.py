@@ -9,7 +9,7 @@ import types
 from typing import Any, ClassVar
 
 from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, Value, stored_attribute
-from gradsplit.compile_core.capture.values.constants import ConstantValue, SequenceIterator
+from gradsplit.compile_core.capture.values.constants import ConstantValue, MethodOwner, SequenceIterator
 from gradsplit.compile_core.capture.values.containers import (
     ContainerValue,
     Item,
@@ -78,6 +78,16 @@ class DictValue(ContainerValue):
         self.entries[key] = (key_value, real)
         return real
 
+    def held(self, state: CaptureState) -> dict[Any, Value]:
+        """All items by the real keys, which are guarded."""
+        self.guard_keys(state)
+        return {key: self.get(state, key) for key in list(self.entries)}
+
+    def pairs(self, state: CaptureState) -> list[tuple[Value, Value]]:
+        """Keys and items."""
+        held, entries = self.held(state), self.entries
+        return [(entries[key][0], item) for key, item in held.items()]
+
     def find(self, state: CaptureState, key: Value) -> Value | None:
         """The item of a key; None where there is none, which is then guarded."""
         real = key.hash_key(state)
@@ -109,8 +119,7 @@ class DictValue(ContainerValue):
         }
 
     def graph_argument(self, state: CaptureState) -> Any:
-        self.guard_keys(state)
-        return {key: self.get(state, key).graph_argument(state) for key in self.entries}
+        return {key: item.graph_argument(state) for key, item in self.held(state).items()}
 
     def length(self, state: CaptureState) -> int:
         self.guard_keys(state)
@@ -200,11 +209,8 @@ class DictValue(ContainerValue):
             self.set_item(state, ConstantValue(name), item)
 
     def do_copy(self, state: CaptureState) -> Value:
-        self.guard_keys(state)
-        entries: dict[Any, tuple[Value, Item]] = {
-            key: (value, self.get(state, key)) for key, (value, _) in list(self.entries.items())
-        }
-        return DictValue(entries, self.cls, default_factory=self.default_factory)
+        held: Any = zip(self.held(state), self.pairs(state), strict=True)
+        return DictValue(dict(held), self.cls, default_factory=self.default_factory)
 
     def do_clear(self, state: CaptureState) -> None:
         self.before_change(state)
@@ -274,8 +280,7 @@ def mapping_pairs(state: CaptureState, value: Value) -> list[tuple[Value, Value]
     if isinstance(content, DictValue) and value.python_type().__iter__ is dict.__iter__:
         value = content  # then not even the methods of a subclass are asked
     if isinstance(value, DictValue):
-        value.guard_keys(state)
-        return [(key, value.get(state, real)) for real, (key, _) in list(value.entries.items())]
+        return value.pairs(state)
     if not hasattr(value.python_type(), "keys"):
         return None
     keys = state.items_of(value.get_attribute(state, "keys").call(state, [], {}))
@@ -349,7 +354,7 @@ class DictIterator(WatchingIterator):
         return item
 
 
-class DictView(Value):
+class DictView(MethodOwner):
     """``keys()``, ``values()`` or ``items()`` of a dictionary."""
 
     _types: ClassVar = {"keys": type({}.keys()), "values": type({}.values()), "items": type({}.items())}
@@ -370,22 +375,15 @@ class DictView(Value):
         return self.owner.length(state)
 
     def iterate(self, state: CaptureState) -> Value:
-        keys = self.owner.key_values(state)
         if self.what == "keys":
-            return DictIterator(self.owner, list(keys), self.what)
-        values = [self.owner.get(state, key) for key in list(self.owner.entries)]
-        if self.what == "values":
-            return DictIterator(self.owner, list(values), self.what)
-        pairs = zip(keys, values, strict=True)
-        items: list[Item] = [SequenceValue([key, value], tuple) for key, value in pairs]
-        return DictIterator(self.owner, items, self.what)
+            return self.owner.iterate(state)
+        pairs = self.owner.pairs(state)
+        items = [item if self.what == "values" else SequenceValue([key, item], tuple) for key, item in pairs]
+        return DictIterator(self.owner, list(items), self.what)
 
     def get_attribute(self, state: CaptureState, name: str) -> Value:
         if name in ("__reversed__", "isdisjoint", "mapping"):
             raise state.unsupported("attribute", f"{name} of {self.describe()}")
-        if not hasattr(self.python_type(), name):
-            shown = f"{self.python_type().__name__!r} object has no attribute {name!r}"
-            raise state.raise_exception(AttributeError, shown)
         return super().get_attribute(state, name)
 
     def contains(self, state: CaptureState, item: Value) -> bool:

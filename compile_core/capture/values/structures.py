@@ -7,7 +7,7 @@ from typing import Any
 
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue
-from gradsplit.compile_core.capture.values.mappings import DictValue
+from gradsplit.compile_core.capture.values.mappings import DictValue, new_dict
 
 
 def map_parts(state: CaptureState, value: Value, change: Callable[[Value], Value]) -> Value:
@@ -16,10 +16,5 @@ def map_parts(state: CaptureState, value: Value, change: Callable[[Value], Value
         items: list[Any] = [map_parts(state, item, change) for item in value.all(state)]
         return ListValue(items) if value.cls is list else SequenceValue(items, value.cls)
     if isinstance(value, DictValue) and value.cls is dict:
-        value.guard_keys(state)
-        entries: dict[Any, Any] = {
-            key: (name, map_parts(state, value.get(state, key), change))
-            for key, (name, _) in list(value.entries.items())
-        }
-        return DictValue(entries, dict)
+        return new_dict([(key, map_parts(state, item, change)) for key, item in value.pairs(state)], state)
     return change(value)
