@@ -30,6 +30,7 @@ from gradsplit.compile_core.autograd.captured_graphs.held_inputs import held_inp
 from gradsplit.compile_core.autograd.captured_graphs.host_part import host_part
 from gradsplit.compile_core.autograd.captured_graphs.pieces import Piece, link_pieces
 from gradsplit.compile_core.autograd.captured_graphs.unnoticed_changes import refuse_changes_of_what_is_saved
+from gradsplit.compile_core.autograd.captured_graphs.without_wrappers import without_wrappers
 from gradsplit.compile_core.autograd.partitioning.partition import partition
 from gradsplit.compile_core.autograd.rewrites.numbers_to_tensors import (
     as_tensors,
@@ -51,6 +52,7 @@ from gradsplit.compile_core.ir.regions import whole_schedule
 from gradsplit.compile_core.ir.schedule import Schedule
 from gradsplit.compile_core.ir.tensor_spec import device_type_of
 from gradsplit.compile_core.ir.verify_graphs import verify_joint, verify_partition, verify_schedule
+from gradsplit.compile_core.ir.wrapper_edges import has_wrappers
 from gradsplit.compile_core.lowering.decompositions.convolution_layouts import (
     eagers_layouts,
     reads_memory_order,
@@ -189,6 +191,20 @@ def compile_module(
                     raise TypeError(f"a backend returns what runs the graph, not {compiled!r}")
                 return compiled
         note_fake_values(module, examples)
+        plain = without_wrappers(module, examples)
+        if plain is not None:
+            if planner is not None:
+                raise Unsupported("planned-wrappers", "parameters that wrap tensors are not planned for")
+            run = compile_module(
+                plain.module,
+                plain.examples,
+                plain.edges.parts(inputs),
+                backend=backend,
+                options=options,
+                # Run with torch's own kernels, the graph is the one of the wrappers.
+                may_fail=True,
+            )
+            return plain.edges.around(run)
         refuse_changes_of_what_is_saved(module)
         pieces = cut_at_results(module, examples) if options.linked_results else []
         if len(pieces) > 1:
@@ -202,8 +218,9 @@ def compile_module(
     except (Unsupported, GuardOnDataDependentSymNode) as reason:
         if may_fail:
             raise
-        # Limit: a planner's graph is one, of which it knows all parameters.
-        if _is_failed_trace(reason) and planner is None and isinstance(backend, RegionBackend):
+        # Limits: a planner's graph is one, of which it knows all parameters; wrappers are not handed on between pieces.
+        may_be_cut = planner is None and not has_wrappers(module)
+        if may_be_cut and _is_failed_trace(reason) and isinstance(backend, RegionBackend):
             pieces = cut_around(module, examples, lambda piece: _is_traceable(piece, backend, options))
             if pieces:
                 return compile_pieces(module, pieces, backend=backend, options=options, gives_back_draws=True)
@@ -382,7 +399,9 @@ def _trace(
     )
     if choices.makes_random_numbers:
         decompositions = {**decompositions, **random_decompositions.DECOMPOSITIONS}
-    program = run_passes(CAPTURED_PASSES, module, choices, dump, "captured", options)
+    # The passes know what operators of plain tensors do.
+    passes = () if has_wrappers(module) else CAPTURED_PASSES
+    program = run_passes(passes, module, choices, dump, "captured", options)
     with timed("trace_joint"):
         joint = trace_joint(program, examples, decompositions)
         if reads_memory_order(joint.module.graph, choices.makes_random_numbers):

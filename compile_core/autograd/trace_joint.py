@@ -5,7 +5,7 @@ the gradients, and record every operator below autograd (``record_operators``).
 
 Limits, each an ``Unsupported`` (the caller then runs the captured graph with torch's own kernels): an input that
 shares memory with another one is changed in place; an input's metadata is changed; results that share memory
-which none of them fills; tensor subclasses, sparse or quantised layouts.
+which none of them fills; sparse or quantised layouts.
 
 One difference to eager remains: the gradient of an input that was changed under autograd, asked for as that of an
 intermediate (``retain_grad``, a hook), holds what arrives from outside the graph, not from its later uses inside.
@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
 
@@ -42,6 +43,7 @@ from gradsplit.compile_core.autograd.tracing.arrivals import (
     noted_functions_with_none,
     reaching_roots,
 )
+from gradsplit.compile_core.autograd.tracing.below_wrappers import RecordedNodes, record_below_wrappers
 from gradsplit.compile_core.autograd.tracing.captured_nodes import CapturedNodes
 from gradsplit.compile_core.autograd.tracing.class_numbers import counted_classes
 from gradsplit.compile_core.autograd.tracing.custom_operators import (
@@ -69,8 +71,9 @@ from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir import higher_order
 from gradsplit.compile_core.ir.graphs import GraphSignature, JointGraph, Mutation
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.ir.wrapper_edges import has_wrappers
 from gradsplit.compile_core.torch_facts.dispatcher import has_data_mutation
-from gradsplit.compile_core.torch_facts.fake_tensors import kernels_of_sizes
+from gradsplit.compile_core.torch_facts.fake_tensors import fake_mode_of, kernels_of_sizes
 from gradsplit.compile_core.torch_facts.higher_order_operators import tag_activation_checkpoint
 from gradsplit.compile_core.torch_facts.symbolic_numbers import forget_what_was_read
 from gradsplit.compile_core.torch_facts.torch_switches import without_autocast
@@ -97,6 +100,7 @@ def trace_joint(
     """
     refuse_modes(module)
     fake_mode, examples = _with_symbols(module, examples)
+    with_wrappers = has_wrappers(module)
     operations, symbols = NumberOperations(), DataSymbols()
     module = symbols.keep(operations.keep(module))
     with kept_calls() as calls:
@@ -111,7 +115,9 @@ def trace_joint(
             **layered_networks(fake_mode), **counted_classes(),
         }  # fmt: skip
         traceable = replace_calls(module, replacements)
-        return _trace(traceable, examples, fake_mode, decompositions, calls, operations, symbols)
+        return _trace(
+            traceable, examples, fake_mode, decompositions, calls, operations, symbols, with_wrappers
+        )
 
 
 def _trace(
@@ -122,6 +128,7 @@ def _trace(
     calls: KeptCalls,
     operations: NumberOperations,
     symbols: DataSymbols,
+    with_wrappers: bool,
 ) -> JointGraph:
     forget_what_was_read(fake_mode)
     convention = find_calling_convention(module, examples, fake_mode)
@@ -136,7 +143,8 @@ def _trace(
     sizes = OpenSizes()
     captured = CapturedNodes()
 
-    def joint(recorder: OperatorRecorder, *inputs: Any) -> list[Any]:
+    def differentiate(recorder: OperatorRecorder, *inputs: Any) -> tuple[list[Any], list[Any], Sequence[Any]]:
+        """The inputs as the program leaves them, what it computes, and the gradients."""
         primals, seeds = inputs[: len(examples)], inputs[len(examples) :]
         # Autograd lets no leaf be changed; its clone is no copy in the end, the graph is functional.
         passed: list[Any] = [
@@ -147,31 +155,35 @@ def _trace(
         recorder.write_checks()
         symbols.settle(fake_mode.shape_env)
         outputs = [pick.of(results) for pick in convention.picks]
+        if not trainable:
+            return passed, outputs, ()
+        roots = [outputs[position] for position in tangents]
+        roots += [passed[position] for position in rebound]
+        wanted = [primals[position] for position in convention.gradient_inputs]
+        reached = reaching_roots(roots)
+        join_arrivals(reached, seeds, with_none, recorder)
+        keep_backwards(reached, calls, fake_mode)
+        with without_autocast(), marked_as_backward():
+            gradients = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
+        left_undefined.extend(
+            k
+            for k, (source, gradient) in enumerate(zip(wanted, gradients, strict=True))
+            if gradient is None and source.grad_fn in reached
+        )
+        return passed, outputs, gradients
+
+    def joint(recorder: OperatorRecorder, *inputs: Any) -> list[Any]:
+        passed, outputs, gradients = program(recorder, *inputs)
         mutated.extend(
             position
             for position, given in enumerate(passed)
             if isinstance(given, torch.Tensor) and has_data_mutation(given)
         )
         updated = [passed[position] for position in mutated]
-        gradients: Sequence[torch.Tensor | None] = ()
-        if trainable:
-            roots = [outputs[position] for position in tangents]
-            roots += [passed[position] for position in rebound]
-            wanted = [primals[position] for position in convention.gradient_inputs]
-            reached = reaching_roots(roots)
-            join_arrivals(reached, seeds, with_none, recorder)
-            keep_backwards(reached, calls, fake_mode)
-            with without_autocast(), marked_as_backward():
-                gradients = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
-            if any(gradient is None for gradient in gradients):
-                left_undefined.extend(
-                    k
-                    for k, (source, gradient) in enumerate(zip(wanted, gradients, strict=True))
-                    if gradient is None and source.grad_fn in reached
-                )
         sizes.collect(convention.results, specs)
         return [*outputs, *updated, *sizes.numbers, *gradients]
 
+    program = differentiate
     with fake_mode:
         specs = [convention.specs[position] for position in tangents]
         specs += [TensorSpec.of(examples[position]) for position in rebound]
@@ -185,6 +197,20 @@ def _trace(
         kernels_of_sizes(fake_mode),
         failures_explained(),
     ):
+        if with_wrappers:
+            if rebound:
+                explanation = "an input with a history in autograd is changed in a program with wrappers"
+                raise Unsupported("changed-beside-wrappers", explanation)
+            below = record_below_wrappers(
+                lambda *given: [*chain(*differentiate(*given)[1:])],
+                leaves,
+                seeds,
+                fake_mode,
+                operations,
+                captured,
+            )
+            captured = RecordedNodes()
+            program = captured.program(below, len(examples), len(convention.picks))
         traced = record(joint, leaves, seeds, decompositions, fake_mode, operations, captured)
     results, tangent_specs = sizes.of_results(convention.results), sizes.of_specs(specs)
     _check_overlap(examples, mutated)
@@ -234,8 +260,7 @@ def _find_dependencies(
 
 def _with_symbols(module: torch.fx.GraphModule, examples: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
     """The mode to trace in, and the examples with symbols for floats."""
-    fakes = (example for example in examples if isinstance(example, FakeTensor))
-    mode = next((fake.fake_mode for fake in fakes), None) or FakeTensorMode()
+    mode = fake_mode_of(examples) or FakeTensorMode()
     takes_floats = any(isinstance(example, float) for example in examples)
     if not takes_floats and not reads_numbers(module) and not has_data_sizes(module):
         return mode, list(examples)

@@ -45,6 +45,7 @@ from gradsplit.compile_core.ir.sources import ConvertedSource, ItemSource, Local
 from gradsplit.compile_core.torch_facts.fake_tensors import quiet_fakes
 from gradsplit.compile_core.torch_facts.thread_state import set_grad_enabled
 from gradsplit.compile_core.torch_facts.torch_switches import read_switches, turn_back
+from gradsplit.compile_core.torch_facts.wrapper_tensors import inner_tensors, memory_of
 
 # How far back a break is looked for at first, where the instruction without a rule cannot end the graph.
 _NEAR_STEPS = 64
@@ -389,10 +390,8 @@ def _check_inputs(state: Capture) -> bool:
             raise state.unsupported(
                 "input-metadata", f"the function changes the metadata of {record.entry.source}"
             )
-        if real.numel():
-            # Memory of meta tensors is nowhere; different ones have different storages.
-            storage = real.untyped_storage()
-            owners.setdefault(storage._cdata if real.is_meta else storage.data_ptr(), []).append(record)
+        for memory in {memory_of(inner) for inner in inner_tensors(real) if inner.numel()}:
+            owners.setdefault(memory, []).append(record)
     changed = {index for index, record in enumerate(tensors) if graph.is_changed(record)}
     for shared in owners.values():
         written = next((record for record in shared if graph.is_changed(record)), None)

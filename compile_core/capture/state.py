@@ -31,6 +31,7 @@ from gradsplit.compile_core.capture.object_model.functions import FunctionValue
 from gradsplit.compile_core.capture.object_model.objects import bind_class_entry
 from gradsplit.compile_core.capture.object_model.opaque import wrap_opaque
 from gradsplit.compile_core.capture.object_model.type_forms import TYPE_FORMS
+from gradsplit.compile_core.capture.object_model.wrappers import WrapperValue
 from gradsplit.compile_core.capture.open_numbers.conditions import (
     ConditionValue,
     condition_value,
@@ -52,7 +53,7 @@ from gradsplit.compile_core.capture.python_rules.drawn_tensors import DefaultGen
 from gradsplit.compile_core.capture.python_rules.library_closures import CLOSURE_RULES
 from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, SymbolicRaise, Value
 from gradsplit.compile_core.capture.values.call_rules import DATA_DEPENDENT_RULES
-from gradsplit.compile_core.capture.values.constants import FOLDED_TYPES, ConstantValue, is_literal, is_none
+from gradsplit.compile_core.capture.values.constants import ConstantValue, is_folded, is_literal, is_none
 from gradsplit.compile_core.capture.values.containers import (
     ListValue,
     SequenceValue,
@@ -70,6 +71,7 @@ from gradsplit.compile_core.ir.data_reads import DataReads
 from gradsplit.compile_core.ir.sources import Source
 from gradsplit.compile_core.torch_facts.symbolic_numbers import assume
 from gradsplit.compile_core.torch_facts.thread_state import device_constructors
+from gradsplit.compile_core.torch_facts.wrapper_tensors import is_wrapper
 
 _DEPTH_LIMIT = 120
 _PROXIES = frozenset(weakref.ProxyTypes)
@@ -123,7 +125,7 @@ class Capture(CaptureState):
             return condition_value(real)
         if isinstance(real, Value):
             return real
-        if is_literal(real) or type(real) in (types.CodeType, *FOLDED_TYPES):
+        if is_literal(real) or type(real) is types.CodeType or is_folded(type(real)):
             return ConstantValue(real)
         if isinstance(real, torch.Size) or type(real) is tuple or sequence_fields(type(real)):
             return SequenceValue([self.from_constant(item) for item in real], type(real))
@@ -323,7 +325,11 @@ class Capture(CaptureState):
                     self.graph.graph.erase_node(node)  # the operation returned its operand as it was
                 known.version = example._version
                 return known
-            value = TensorValue(node, example, torch.Tensor)
+            value = (
+                WrapperValue(node, example, type(example))
+                if is_wrapper(example)
+                else TensorValue(node, example, torch.Tensor)
+            )
             self.tensor_of_fake[id(example)] = value
             if not torch.is_grad_enabled() and example._is_view():
                 self._guard_base(example)

@@ -37,6 +37,7 @@ from gradsplit.compile_core.capture.object_model.objects import InstanceValue, i
 from gradsplit.compile_core.capture.object_model.opaque import ChangingText, wrap_opaque
 from gradsplit.compile_core.capture.object_model.partials import PartialValue
 from gradsplit.compile_core.capture.object_model.type_forms import TYPE_FORMS, TypeFormValue
+from gradsplit.compile_core.capture.object_model.wrappers import WrapperValue, guard_wrapper
 from gradsplit.compile_core.capture.open_numbers.growing_lists import GrowingList
 from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import FloatInput, SymbolicInt
 from gradsplit.compile_core.capture.operations.operator_rules import GETTERS, existing_getter
@@ -52,6 +53,7 @@ from gradsplit.compile_core.capture.values.constants import (
     FOLDED_TYPES,
     BuiltinMethod,
     ConstantValue,
+    is_folded,
     is_literal,
 )
 from gradsplit.compile_core.capture.values.containers import (
@@ -77,6 +79,7 @@ from gradsplit.compile_core.ir.sources import (
     container_item,
 )
 from gradsplit.compile_core.torch_facts.dispatcher import is_zero_tensor
+from gradsplit.compile_core.torch_facts.wrapper_tensors import is_wrapper
 
 # Literals of which Python may hold several equal ones.
 _OBJECTS_OF_THEIR_OWN = (float, complex, *FOLDED_TYPES)
@@ -125,7 +128,7 @@ def wrap(state: CaptureState, real: Any, source: Source | None) -> Value:
     if attribute is not None:
         state.guards.is_object(source, real)
         return wrap(state, getattr(real, attribute), source and AttributeSource(source, attribute))
-    if is_literal(real) or type(real) in FOLDED_TYPES:
+    if is_literal(real) or is_folded(type(real)):
         return _wrap_literal(state, real, source)
     if type(real) in (tuple, frozenset, torch.Size) or (
         isinstance(real, tuple) and sequence_fields(type(real))
@@ -277,14 +280,16 @@ def _wrap_tensor(state: CaptureState, real: torch.Tensor, source: Source | None)
     check_class(state, real)
     if source is None:
         raise state.unsupported("library-tensor", "a tensor that belongs to a library or a class")
-    if real.layout != torch.strided or real.is_quantized or is_zero_tensor(real):
+    has_layout = real.layout == torch.strided or is_wrapper(real)
+    if not has_layout or real.is_quantized or is_zero_tensor(real):
         kind = "zeros without memory" if is_zero_tensor(real) else f"the layout {real.layout}"
         raise state.unsupported("tensor-layout", f"{source} has {kind}")
-    sizes = state.sizes.of_tensor(real, source)
+    sizes = None if is_wrapper(real) else state.sizes.of_tensor(real, source)
     state.guards.tensor(source, real, None if sizes is None else sizes.static_shape)
-    node = state.graph.add_input(real, source, _input_kind(source), sizes)
+    inner_sizes = guard_wrapper(state, real, source) if is_wrapper(real) else {}
+    node = state.graph.add_input(real, source, _input_kind(source), sizes, inner_sizes)
     fake = node.meta["example_value"]
-    value = TensorValue(node, fake, type(real), source, real)
+    value = (WrapperValue if is_wrapper(real) else TensorValue)(node, fake, type(real), source, real)
     state.tensor_of_fake[id(fake)] = value
     return value
 

@@ -16,6 +16,7 @@ import torch
 
 from gradsplit.compile_core.capture import explain_failure, values_read
 from gradsplit.compile_core.ir.captured import CapturedFrame, Guard
+from gradsplit.compile_core.torch_facts.wrapper_tensors import inner_tensors, memory_of
 
 RunGraph = Callable[..., Sequence[torch.Tensor]]
 
@@ -58,9 +59,11 @@ class Entry:
     def reads_shared_memory(self, arguments: Sequence[Any]) -> bool:
         """Whether inputs of the graph share memory; these arguments fit."""
         owners = [
-            tensor.untyped_storage().data_ptr()
+            memory_of(inner)
             for tensor in self.check(*arguments)
-            if isinstance(tensor, torch.Tensor) and tensor.numel()
+            if isinstance(tensor, torch.Tensor)
+            for inner in inner_tensors(tensor)
+            if inner.numel()
         ]
         return len(set(owners)) < len(owners)
 

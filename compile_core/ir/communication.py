@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradsplit.compile_core.ir.wrapper_edges import has_wrappers
+
 NOT_AGAIN = (
     "Raised in a graph that exchanges data with other ranks. It was not run again as plain Python, which would tell "
     "the line, since the others would answer with what they send next."
@@ -21,9 +23,11 @@ _COMPUTING = frozenset(["aten", "prims", "prim", "gradsplit", "torchvision", "qu
 
 
 def may_communicate(graph: torch.fx.GraphModule) -> bool:
-    """True also where an operator of a user's may: only if there are other ranks."""
+    """True also where an operator of a user's may, or the class of a wrapper: only if there are other ranks."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return False
+    if has_wrappers(graph):
+        return True
     modules = [module for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
     return any(_namespace(node.target) not in _COMPUTING for module in modules for node in module.graph.nodes)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any
@@ -25,6 +25,7 @@ from gradsplit.compile_core.torch_facts.dispatcher import enable_python_dispatch
 from gradsplit.compile_core.torch_facts.recurrent_networks import NETWORKS, layered
 from gradsplit.compile_core.torch_facts.symbolic_numbers import memory_order, value_at_compilation
 from gradsplit.compile_core.torch_facts.thread_state import disable_current_modes
+from gradsplit.compile_core.torch_facts.wrapper_tensors import inner_tensors, is_wrapper_class
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
@@ -121,6 +122,12 @@ def _corrected_forms() -> Iterator[None]:
                 _forms_replaced.clear()
 
 
+def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode | None:
+    """The mode of the fake tensors among these values, or of those that wrappers among them hold."""
+    inner = (inner for value in values if isinstance(value, Tensor) for inner in inner_tensors(value))
+    return next((tensor.fake_mode for tensor in inner if isinstance(tensor, FakeTensor)), None)
+
+
 def with_kernels_results(function: Any) -> Any:
     """What is to run on fakes inside ``run_on_fakes`` in the place of a function."""
     return _INSTEAD.get(function, function)
@@ -132,6 +139,8 @@ class _CorrectedFakes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(map(is_wrapper_class, types)):
+            return NotImplemented
         if func is _DEVICE:
             return device_of(args[0])
         return run_operator(func, args, kwargs or {})

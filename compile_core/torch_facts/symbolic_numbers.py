@@ -117,7 +117,7 @@ def symbols_read_off(value: Any) -> list[tuple[sympy.Symbol, str, int, Any]]:
     return [
         (number.node._expr, read, dim, number)
         for number, read, dim in numbers
-        if isinstance(number, torch.SymInt) and isinstance(number.node._expr, sympy.Symbol)
+        if isinstance(number, torch.SymInt) and isinstance(getattr(number.node, "_expr", None), sympy.Symbol)
     ]
 
 

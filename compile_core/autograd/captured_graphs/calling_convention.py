@@ -30,6 +30,7 @@ from gradsplit.compile_core.torch_facts.autograd_engine import (
     tell_of_changes,
 )
 from gradsplit.compile_core.torch_facts.fake_tensors import run_on_fakes
+from gradsplit.compile_core.torch_facts.wrapper_tensors import WrapperForm, inner_tensors
 
 
 @dataclass(frozen=True)
@@ -339,6 +340,11 @@ def _is_hooked(view: torch.Tensor, source: torch.Tensor) -> bool:
 
 def as_leaf(example: torch.Tensor) -> torch.Tensor:
     """A fresh fake leaf: the trace must not grow the autograd graph of the capture's own fake tensors."""
+    form = WrapperForm.of(example)
+    if form is not None:
+        return form.build([as_leaf(part) for part in inner_tensors(example)]).requires_grad_(
+            example.requires_grad
+        )
     leaf = TensorSpec.of(example).empty()
     if is_view_as_leaf(example):
         leaf = leaf.view_as(leaf)

@@ -30,7 +30,7 @@ from gradsplit.compile_core.autograd.captured_graphs.calling_convention import (
 from gradsplit.compile_core.autograd.captured_graphs.pieces import is_passable, is_sequence_of_tensors
 from gradsplit.compile_core.autograd.captured_graphs.preserved_modes import preserved_modes
 from gradsplit.compile_core.errors import Unsupported
-from gradsplit.compile_core.torch_facts.fake_tensors import run_on_fakes
+from gradsplit.compile_core.torch_facts.fake_tensors import fake_mode_of, run_on_fakes
 from gradsplit.compile_core.torch_facts.thread_state import enter_autocast
 from gradsplit.compile_core.torch_facts.torch_switches import read_switches
 
@@ -105,7 +105,7 @@ def find_cut_points(module: GraphModule, examples: Sequence[Any]) -> CutPoints:
     fakes = [example for example in examples if isinstance(example, FakeTensor)]
     if any(example.layout is not torch.strided for example in fakes):
         raise Unsupported("layout", "an input is no strided tensor")
-    fake_mode = fakes[0].fake_mode if fakes else FakeTensorMode()
+    fake_mode = fake_mode_of(examples) or FakeTensorMode()
     with preserved_modes(), run_on_fakes(fake_mode):
         with torch.enable_grad():
             inputs = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from graphlib import TopologicalSorter
 from typing import Any
@@ -19,6 +19,7 @@ from torch.autograd.function import BackwardCFunction, FunctionCtx
 
 from gradsplit.compile_core.autograd.operators.joint_arrival import JOINT_ARRIVAL
 from gradsplit.compile_core.autograd.tracing.record_operators import OperatorRecorder
+from gradsplit.compile_core.torch_facts.wrapper_tensors import WrapperForm, inner_tensors
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -90,18 +91,39 @@ def join_arrivals(
 def _constants_joined(
     recorder: OperatorRecorder, leading: Sequence[torch.Tensor], computed: Gradients, arrived: Gradients
 ) -> Gradients | None:
-    if all(gradient is None or recorder.comes_from_seeds(gradient) for gradient in computed):
+    def joined(gradient: torch.Tensor) -> torch.Tensor:
+        if recorder.comes_from_seeds(gradient):
+            return gradient
+        return JOINT_ARRIVAL(gradient, others, recorder.is_without_memory(gradient), bool(leading))
+
+    def come(gradient: torch.Tensor) -> bool:
+        return all(map(recorder.comes_from_seeds, _flowing(gradient)))
+
+    if all(gradient is None or come(gradient) for gradient in computed):
         return None
-    others = leading or [gradient for gradient in arrived if gradient is not None]
-    return tuple(
-        gradient
-        if gradient is None or recorder.comes_from_seeds(gradient)
-        else JOINT_ARRIVAL(gradient, others, recorder.is_without_memory(gradient), bool(leading))
-        for gradient in computed
-    )
+    given = leading or [gradient for gradient in arrived if gradient is not None]
+    others = [inner for gradient in given for inner in _flowing(gradient)]
+    return tuple(None if gradient is None else _of_inner(joined, gradient) for gradient in computed)
 
 
 def _all_joined(leading: Sequence[torch.Tensor], gradients: Gradients) -> Gradients:
-    return tuple(
-        None if gradient is None else JOINT_ARRIVAL(gradient, leading, False, True) for gradient in gradients
-    )
+    def joined(gradient: torch.Tensor) -> torch.Tensor:
+        return JOINT_ARRIVAL(gradient, leading, False, True)
+
+    return tuple(None if gradient is None else _of_inner(joined, gradient) for gradient in gradients)
+
+
+def _flowing(gradient: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that hold the data of a gradient: itself, or what flows of a wrapper."""
+    form = WrapperForm.of(gradient)
+    flags = [True] if form is None else form.takes
+    return [inner for inner, flows in zip(inner_tensors(gradient), flags, strict=True) if flows]
+
+
+def _of_inner(function: Callable[[torch.Tensor], torch.Tensor], gradient: torch.Tensor) -> torch.Tensor:
+    """What a function makes of a gradient; of a wrapper one of what it makes of the inner tensors."""
+    form = WrapperForm.of(gradient)
+    if form is None:
+        return function(gradient)
+    parts = zip(inner_tensors(gradient), form.takes, strict=True)
+    return form.build([function(inner) if flows else inner for inner, flows in parts])

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gradsplit.compile_core.capture.open_numbers.symbolic_sizes import TensorSizes
 from gradsplit.compile_core.torch_facts.autograd_engine import is_view_as_leaf
+from gradsplit.compile_core.torch_facts.wrapper_tensors import WrapperForm, inner_tensors
 
 
-def make_fake(mode: FakeTensorMode, real: torch.Tensor, sizes: TensorSizes | None) -> FakeTensor:
-    """The fake of an input tensor, with symbolic sizes where some are given."""
+def make_fake(
+    mode: FakeTensorMode,
+    real: torch.Tensor,
+    sizes: TensorSizes | None,
+    make_inner: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """The fake of an input tensor, with symbolic sizes where some are given; a wrapper has fakes of ``make_inner``."""
     if sizes is not None:
         return _make_symbolic(mode, real, sizes)
     with warnings.catch_warnings():
         # Making a fake of an intermediate result looks at its .grad, which torch warns about.
         warnings.simplefilter("ignore")
+        form = WrapperForm.of(real)
+        if form is not None:
+            return _make_wrapper(form, [make_inner(inner) for inner in inner_tensors(real)], real)
         if real.is_inference():
             # Its fake would be one too, and have no version to tell that the program changed it.
             with mode:
@@ -26,7 +36,15 @@ def make_fake(mode: FakeTensorMode, real: torch.Tensor, sizes: TensorSizes | Non
         return mode.from_tensor(real, static_shapes=True)
 
 
-def _make_symbolic(mode: FakeTensorMode, real: torch.Tensor, sizes: TensorSizes) -> FakeTensor:
+def _make_wrapper(form: WrapperForm, inner: list[torch.Tensor], real: torch.Tensor) -> torch.Tensor:
+    fake = form.build(inner).requires_grad_(real.requires_grad)
+    if real.is_leaf:
+        return fake
+    with torch.enable_grad():
+        return fake.clone()  # a leaf could not be changed in place
+
+
+def _make_symbolic(mode: FakeTensorMode, real: torch.Tensor, sizes: TensorSizes) -> torch.Tensor:
     """A view of a tensor without gradients, or none, even if the real tensor is one: where else that matters, for a
     change in place, torch itself decides when the graph runs."""
     with mode:
@@ -58,4 +76,5 @@ def has_layout(fake: torch.Tensor, layout: tuple[Any, ...]) -> bool:
 
 
 def _plain(number: Any) -> Any:
-    return number.node.expr if isinstance(number, torch.SymInt) else number
+    # The sizes of nested tensors have no expression.
+    return getattr(number.node, "expr", number) if isinstance(number, torch.SymInt) else number

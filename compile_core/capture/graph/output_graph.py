@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import sympy
@@ -37,10 +39,17 @@ from gradsplit.compile_core.ir.data_checks import check_assumption
 from gradsplit.compile_core.ir.data_reads import DataReads
 from gradsplit.compile_core.ir.number_nodes import number_node
 from gradsplit.compile_core.ir.numbers import symbols_of
-from gradsplit.compile_core.ir.sources import LocalSource, ModuleEntrySource, Source, path_words
+from gradsplit.compile_core.ir.sources import (
+    AttributeSource,
+    LocalSource,
+    ModuleEntrySource,
+    Source,
+    path_words,
+)
 from gradsplit.compile_core.torch_facts.fake_tensors import run_on_fakes, with_kernels_results
 from gradsplit.compile_core.torch_facts.symbolic_numbers import depends_on_data
 from gradsplit.compile_core.torch_facts.torch_switches import free_guards
+from gradsplit.compile_core.torch_facts.wrapper_tensors import inner_tensors
 
 # Autograd makes the history of such a tensor anew, from whatever it was a view of and who held its gradient: what a
 # graph has returned has another.
@@ -90,6 +99,7 @@ class OutputGraph:
         self.sizes = sizes
         self.records: list[InputRecord] = []
         self._aliases: list[tuple[fx.Node, torch.Tensor, int]] = []
+        self._inner_fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.held: dict[str, Any] = {}
         self.node_of_source: dict[Source, fx.Node] = {}
         self._number_nodes: dict[sympy.Basic, fx.Node] = {}
@@ -103,14 +113,27 @@ class OutputGraph:
         self._named_after_variable: set[fx.Node] = set()
 
     def add_input(
-        self, real: torch.Tensor, source: Source, kind: InputKind, sizes: TensorSizes | None = None
+        self,
+        real: torch.Tensor,
+        source: Source,
+        kind: InputKind,
+        sizes: TensorSizes | None = None,
+        inner_sizes: Mapping[int, TensorSizes] = MappingProxyType({}),
     ) -> fx.Node:
-        """A placeholder for an existing tensor; ``sizes`` where some of them are open."""
-        fake = make_fake(self.fake_mode, real, sizes)
+        """A placeholder for an existing tensor; ``sizes`` where some of them are open, ``inner_sizes`` where some of
+        those that it holds are, by their ``id``."""
+        fake = make_fake(self.fake_mode, real, sizes, functools.partial(self._inner_fake, inner_sizes))
         node = self.node_of_source[source] = self.add_placeholder(_input_name(source, kind), fake)
         entry = GraphInput(node.name, source, fake, kind)
         self.records.append(InputRecord(entry, node, real, fake._version, layout_of(fake)))
         return node
+
+    def _inner_fake(self, sizes: Mapping[int, TensorSizes], real: torch.Tensor) -> torch.Tensor:
+        """The fake of a tensor that wrappers among the inputs hold: one for all of them, since some share theirs."""
+        if id(real) not in self._inner_fakes:
+            fake = make_fake(self.fake_mode, real.detach(), sizes.get(id(real)), lambda inner: inner)
+            self._inner_fakes[id(real)] = real, fake
+        return self._inner_fakes[id(real)][1]
 
     def add_number_input(self, source: Source, symbol: sympy.Symbol) -> fx.Node:
         """A placeholder for a symbolic integer that the program was given."""
@@ -170,10 +193,19 @@ class OutputGraph:
                 found = self.add_number_input(at.source, symbol)
             else:
                 tensor, method, dim = at.read
-                arguments = (self.node_of_source[tensor], dim)
+                arguments = (self._node_of(tensor), dim)
                 found = self.number_operation(method, arguments, self.sizes.number(symbol))
             self._number_nodes[symbol] = found
         return found
+
+    def _node_of(self, source: Source) -> fx.Node:
+        """The node of an input tensor, or of one that an input holds."""
+        if source not in self.node_of_source:
+            assert isinstance(source, AttributeSource) and source.base is not None
+            holder = self._node_of(source.base)
+            read = getattr(_fake_of(holder), source.name)
+            self.node_of_source[source] = self.number_operation(getattr, (holder, source.name), read)
+        return self.node_of_source[source]
 
     def _number_operation(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> fx.Node:
         return self.number_operation(function, operands, function(*map_arg(operands, _fake_of)))
@@ -454,7 +486,9 @@ def _specialised(arguments: Any) -> Any:
 
 
 def is_fake(value: object) -> bool:
-    return isinstance(value, FakeTensor)
+    return isinstance(value, torch.Tensor) and all(
+        isinstance(inner, FakeTensor) for inner in inner_tensors(value)
+    )
 
 
 def _input_name(source: Source, kind: InputKind) -> str:

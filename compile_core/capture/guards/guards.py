@@ -21,6 +21,7 @@ from gradsplit.compile_core.capture.guards.source_writer import SourceWriter, co
 from gradsplit.compile_core.ir.captured import CapturedFrame, GraphInput, Guard, GuardKind
 from gradsplit.compile_core.ir.sources import ContentSource, Source, variable_of
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.torch_facts.wrapper_tensors import is_wrapper, share_memory
 
 _IDENTITY_TYPES = (
     type(None),
@@ -172,7 +173,11 @@ class GuardSet:
         cls = type(tensor)
         is_conj, is_neg = tensor.is_conj(), tensor.is_neg()
         shape, stride = tuple(tensor.shape), tensor.stride()
-        if sizes is None:
+        wraps = is_wrapper(tensor)
+        if wraps and tensor._has_symbolic_sizes_strides:
+            # Of sizes that differ from row to row: its inner tensors tell.
+            layout, shown = f"{{0}}.dim() == {tensor.dim()}", f" of {tensor.dim()} dims"
+        elif sizes is None:
             layout = f"{{0}}.shape == {shape!r} and {{0}}.stride() == {stride!r}"
             shown = f"{list(shape)}, strides {list(stride)}"
         else:
@@ -190,7 +195,7 @@ class GuardSet:
             [cls, tensor.dtype, tensor.device, shape, stride, tensor.requires_grad, is_conj, is_neg],
             f"{source} is a {cls.__name__} of {str(tensor.dtype).removeprefix('torch.')}{shown}, on {tensor.device}, "
             + ("requiring grad" if tensor.requires_grad else "not requiring grad"),
-            "tensor" if sizes is None else "expression",
+            "tensor" if sizes is None and not wraps else "expression",
         )
 
     # Note [Overlapping inputs]: a graph that writes to an input is wrong when another input shares that
@@ -208,13 +213,14 @@ class GuardSet:
         written = inputs[changed]
         for index, entry in enumerate(inputs):
             moving = "argument" in (entry.kind, written.kind)
+            wraps = is_wrapper(written.example) or is_wrapper(entry.example)
             if index != changed and moving:
                 self.add(
                     [written.source, entry.source],
                     "{c0}({0}, {1})",
                     [_apart],
                     f"{written.source} and {entry.source} share no memory",
-                    "apart",
+                    "expression" if wraps else "apart",
                 )
 
 
@@ -224,12 +230,7 @@ def _all_distinct(changed: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one is other:
-        return False
-    return (
-        one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
-        or not one.numel() * other.numel()
-    )
+    return one is not other and not share_memory(one, other)
 
 
 def compile_check(frame: CapturedFrame) -> Callable[..., Any]:

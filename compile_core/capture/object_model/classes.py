@@ -32,15 +32,17 @@ from gradsplit.compile_core.capture.object_model.type_forms import subscript
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.call_rules import CallRule, find_call_rule, fold_rule
 from gradsplit.compile_core.capture.values.constants import (
-    FOLDED_TYPES,
     LITERAL_TYPES,
     ConstantValue,
     SequenceIterator,
     fold,
+    is_folded,
 )
 from gradsplit.compile_core.capture.values.containers import SequenceValue
 from gradsplit.compile_core.capture.values.references import ReferenceValue
 from gradsplit.compile_core.ir.sources import AttributeSource
+from gradsplit.compile_core.ir.wrapper_edges import call_of_class
+from gradsplit.compile_core.torch_facts.wrapper_tensors import is_wrapper_class
 
 # Methods that are written in C.
 OWN_OF_PYTHON = (types.WrapperDescriptorType, types.MethodDescriptorType, types.BuiltinFunctionType)
@@ -53,6 +55,8 @@ class ClassValue(ReferenceValue):
     """A class."""
 
     def graph_argument(self, state: CaptureState) -> Any:
+        if is_wrapper_class(self.real):
+            return state.graph.hold("class", self.real)
         dtype = _DTYPES.get(self.real)
         return super().graph_argument(state) if dtype is None else dtype
 
@@ -190,8 +194,12 @@ class ClassValue(ReferenceValue):
             return make_exception(state, cls, args, kwargs)
         if issubclass(cls, tuple) and hasattr(cls, "_fields"):
             return self._make_named_tuple(state, args, kwargs)
-        if cls in FOLDED_TYPES:
+        if is_folded(cls):
             return fold(state, cls, args, kwargs)
+        if is_wrapper_class(cls):
+            return state.call_tensor_op(
+                "call_function", call_of_class, [self, ConstantValue("__call__"), *args], kwargs
+            )
         if typing.is_typeddict(cls):
             return state.wrap(dict, None).call(state, args, kwargs)
         made = self._new(state, args, kwargs)
@@ -244,6 +252,13 @@ def new_instance(state: CaptureState, cls: type, args: list[Value], kwargs: dict
 def read_class_entry(state: CaptureState, cls: ClassValue, owner: type, name: str, entry: Any) -> Value:
     """What an entry of a class gives when it is read from the class itself."""
     if isinstance(entry, (staticmethod, classmethod)):
+        if is_wrapper_class(cls.real) and is_library_object(owner):
+            return CallableReferenceValue(
+                getattr(cls.real, name),
+                lambda state, args, kwargs: state.call_tensor_op(
+                    "call_function", call_of_class, [cls, ConstantValue(name), *args], kwargs
+                ),
+            )
         guard_entry(state, owner, name, entry)
         function = state.wrap_trusted_function(entry.__func__)
         return function if isinstance(entry, staticmethod) else BoundMethodValue(function, cls)
@@ -264,7 +279,7 @@ def read_class_entry(state: CaptureState, cls: ClassValue, owner: type, name: st
 
 def _constructor_rule(cls: type, function: Any) -> CallRule | None:
     """The rule of ``int.from_bytes`` and its kind: class methods of immutable built-in types are pure."""
-    if cls not in LITERAL_TYPES and cls not in FOLDED_TYPES:
+    if cls not in LITERAL_TYPES and not is_folded(cls):
         return None
     return fold_rule(function)
 

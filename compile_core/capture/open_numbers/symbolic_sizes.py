@@ -141,15 +141,17 @@ class SymbolicSizes:
         finally:
             env.reads_scalars = env.reads_shapes = False
 
-    def of_tensor(self, real: torch.Tensor, source: Source) -> TensorSizes | None:
-        """Sizes and strides of an input tensor, None where all of them stay.
+    def of_tensor(
+        self, real: torch.Tensor, source: Source, marks: SizeMarks | None = None
+    ) -> TensorSizes | None:
+        """Sizes and strides of an input tensor, None where all of them stay. ``marks`` are the user's.
 
         Raises:
             CompileError: a size that the user marked as dynamic is 0 or 1, or outside of the range given.
         """
         if self.history.dynamic is False or real.is_conj() or real.is_neg():
             return None
-        marks = marks_of(real)
+        marks = marks_of(real) if marks is None else marks
         shape = tuple(real.shape)
         opened = self.history.open_sizes(source, shape) | marks.dynamic.keys() | marks.maybe_dynamic
         opened -= marks.static

@@ -289,6 +289,8 @@ class CaptureState:
         self.tensor_of_fake: dict[int, Any] = {}
         # The arrays of NumPy, by the identity of the tensor that stands for each.
         self.array_of_tensor: dict[int, Any] = {}
+        # What nested tensors among the inputs hold.
+        self.inner_places: list[tuple[torch.Tensor, Source]] = []
         # Classes that the frame made (``object_model/made_classes.py``).
         self.made_classes: list[type] = []
         # Copies that stand for views (``values/view_copies.py``).

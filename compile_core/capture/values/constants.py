@@ -32,6 +32,17 @@ FOLDED_TYPES = (
     *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
 )
 
+# Where the classes of such objects are that torch does not import by itself.
+_FOLDED_MODULES = frozenset(
+    f"torch.distributed.{name}" for name in ("device_mesh", "tensor.placement_types", "tensor._dtensor_spec")
+)
+
+
+def is_folded(cls: type) -> bool:
+    """Whether objects of a class are immutable and compare by value, and their methods are pure functions."""
+    return cls in FOLDED_TYPES or cls.__module__ in _FOLDED_MODULES
+
+
 # What a device does as a context manager, filled in by the rules for modes.
 DEVICE_CONTEXT: dict[str, Callable[[CaptureState, torch.device], Value]] = {}
 
@@ -73,7 +84,7 @@ class ConstantValue(Value):
                     "graph-argument", f"{self.value!r} as an argument of a tensor operation"
                 )
             return plain(self.value)
-        return self.value
+        return state.graph.hold("object", self.value) if is_folded(type(self.value)) else self.value
 
     def get_attribute(self, state: CaptureState, name: str) -> Value:
         if isinstance(self.value, enum.Enum):

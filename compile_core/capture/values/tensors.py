@@ -15,6 +15,7 @@ from gradsplit.compile_core.capture.values.base import CaptureState, PlainCall, 
 from gradsplit.compile_core.capture.values.call_rules import entry_of
 from gradsplit.compile_core.capture.values.constants import BuiltinMethod, ConstantValue, fold
 from gradsplit.compile_core.ir.sources import Source
+from gradsplit.compile_core.torch_facts.wrapper_tensors import has_known_form
 
 # Methods that answer from metadata alone, which the guards pin down.
 _METADATA_METHODS = frozenset(
@@ -91,7 +92,7 @@ class TensorValue(Value):
         )
 
     def get_attribute(self, state: CaptureState, name: str) -> Value:
-        if name in _own_names(self.cls):
+        if name in own_names(self.cls):
             return self._of_subclass(state, name)
         if name in _METADATA:
             return state.from_constant(getattr(self.fake, name))
@@ -129,7 +130,7 @@ class TensorValue(Value):
     def call_method(
         self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
     ) -> Value:
-        if not hasattr(torch.Tensor, name) or name in _own_names(self.cls):
+        if not hasattr(torch.Tensor, name) or name in own_names(self.cls):
             return self.get_attribute(state, name).call(state, args, kwargs)
         if name in _METADATA_METHODS:
             return fold(state, getattr(self.fake, name), args, kwargs)
@@ -172,7 +173,7 @@ class TensorValue(Value):
 
 
 @functools.cache
-def _own_names(cls: type) -> frozenset[str]:
+def own_names(cls: type) -> frozenset[str]:
     """What a subclass of the program's has beside, or in place of, what a tensor has."""
     own = (base for base in cls.__mro__[: cls.__mro__.index(torch.Tensor)] if base is not torch.nn.Parameter)
     return frozenset(name for base in own for name in vars(base)) - _OF_EVERY_CLASS
@@ -192,7 +193,7 @@ def check_class(state: CaptureState, real: torch.Tensor) -> None:
     """Refuse a tensor whose class means something to operations."""
     if is_lazy(real):
         raise PlainCall("the first call gives lazy modules their parameters", of_this_call=True)
-    if not _computes_as_tensor(type(real)):
+    if not _computes_as_tensor(type(real)) and not has_known_form(real):
         raise state.unsupported("tensor-subclass", f"a tensor of the subclass {type(real).__qualname__}")
 
 
@@ -206,7 +207,7 @@ def _computes_as_tensor(cls: type) -> bool:
     same = cls.__torch_function__ == torch.nn.Parameter.__torch_function__
     same = same and cls.__torch_dispatch__ == plain.__torch_dispatch__
     known = type(cls) in (type(torch.Tensor), type(torch.nn.Parameter))
-    return same and known and not any(name.startswith("__") for name in _own_names(cls))
+    return same and known and not any(name.startswith("__") for name in own_names(cls))
 
 
 def without_attributes(state: CaptureState, values: Iterable[Value]) -> None:
