@@ -29,19 +29,30 @@ _ANSWER_TIMEOUT_S = 600.0
 
 class CompileWorkers:
     """Runs a Python script in as many processes as there are requests at the same time, up to one for each processor:
-    each further one would be started only to keep others waiting.
+    each further one would be started only to keep others waiting. There may be fewer: what one does before it answers
+    its first request is spent once more for each.
 
     The script reads requests from its input and answers each on its output, JSON, a line each.
     """
 
-    def __init__(self, script: Path, forks: bool = False) -> None:
-        """``forks``: the script takes pairs of descriptors as arguments, "requests,answers", and becomes as many
-        processes."""
+    def __init__(self, script: Path, forks: bool = False, most: int | None = None) -> None:
+        """
+        Args:
+            forks: the script takes pairs of descriptors as arguments, "requests,answers", and becomes as many
+                processes.
+            most: processes at the same time, even where there are more processors.
+        """
         self._script = script
+        self._most = most
         self._forks = forks
         self._forget()
         os.register_at_fork(after_in_child=self._forget)
         atexit.register(self.close)
+
+    @property
+    def most(self) -> int:
+        """How many requests are answered at the same time."""
+        return min(usable_processors(), self._most or usable_processors())
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to a request; threads may ask at the same time, and wait where all processors are taken.
@@ -56,23 +67,26 @@ class CompileWorkers:
     @contextmanager
     def _processor(self) -> Iterator[None]:
         """Waits for one, in the order of asking: a step may wait for a kernel while others are compiled for later."""
-        turn = object()
-        with self._changed:
+        turn = threading.Condition(self._lock)
+        with self._lock:
             self._waiting.append(turn)
             try:
-                self._changed.wait_for(
-                    lambda: self._waiting[0] is turn and self._running < usable_processors()
-                )
+                turn.wait_for(lambda: self._waiting[0] is turn and self._running < self.most)
                 self._running += 1
             finally:
                 self._waiting.remove(turn)
-                self._changed.notify_all()
+                self._call_first()
         try:
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 self._running -= 1
-                self._changed.notify_all()
+                self._call_first()
+
+    def _call_first(self) -> None:
+        """It alone: where there are many processors, many threads wait, and to wake all takes longer than a kernel."""
+        if self._waiting:
+            self._waiting[0].notify()
 
     def _answer(self, line: bytes) -> dict[str, Any]:
         for is_last in (False, True):
@@ -126,8 +140,8 @@ class CompileWorkers:
         """Those that there are are the parent's."""
         self._idle: list[_Worker] = []
         self._groups: list[subprocess.Popen[bytes]] = []
-        self._changed = threading.Condition()
-        self._waiting: list[object] = []
+        self._lock = threading.Lock()
+        self._waiting: list[threading.Condition] = []
         self._running = 0
 
 

@@ -102,6 +102,11 @@ def test_a_kernel_that_fails_leaves_the_others(tmp_path: Path, broken: str) -> N
     assert code(results[0]) and code(results[2])
 
 
+def test_what_processes_have_in_common_is_compiled() -> None:
+    """Else each of them would do it again, and nobody would notice."""
+    triton_compiler._warm_up()
+
+
 def test_groups_leave_no_thread_idle() -> None:
     def sizes(count: int, threads: int) -> list[int]:
         return [len(group) for group in build_triton._groups(range(count), threads)]

@@ -91,6 +91,15 @@ def test_requests_wait_where_all_processors_are_taken(
     assert forks.ask({"text": "yes"})["text"] == "yes"
 
 
+def test_there_are_no_more_processes_than_wanted(workers: CompileWorkers) -> None:
+    """Though there are processors for more."""
+    few = CompileWorkers(workers._script, most=2)
+    with ThreadPoolExecutor(5) as pool:
+        answers = list(pool.map(few.ask, [{"sleep_s": 0.2}] * 5))
+    few.close()
+    assert len({answer["process"] for answer in answers}) == 2
+
+
 def test_who_asks_first_is_answered_first(workers: CompileWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though a thread that has got its answer is quicker to ask again."""
     monkeypatch.setattr(compile_workers, "usable_processors", lambda: 1)

@@ -33,7 +33,7 @@ from gradsplit.compile_core.ir.kernels import (
 )
 from gradsplit.compile_core.lowering.triton_kernels import triton_compiler
 from gradsplit.compile_core.lowering.triton_kernels.load_binary import load_binary
-from gradsplit.compile_core.toolchain.compile_workers import CompileWorkers, usable_processors
+from gradsplit.compile_core.toolchain.compile_workers import CompileWorkers
 from gradsplit.compile_core.toolchain.disk_cache import MANIFEST, DiskCache, content_key
 from gradsplit.compile_core.toolchain.fill_together import load_together
 from gradsplit.compile_core.toolchain.private_folders import MODE, usable_folder
@@ -42,7 +42,7 @@ from gradsplit.compile_core.torch_facts.cuda import current_device, current_raw_
 _MODULE = "kernel.py"
 # Eager rounds a product before it adds; a kernel may say otherwise.
 _OPTIONS = {"enable_fp_fusion": False, "sanitize_overflow": False}
-_WORKERS_AHEAD = 8
+_WORKERS = 16
 # Kernels whose machine code is made by one start of the assembler. Each entry of the cache has the code of all of them.
 _TOGETHER = 4
 # Of a process that compiles while others compute.
@@ -55,7 +55,7 @@ _Item = TypeVar("_Item")
 # Everything of a source but its name and where its arguments begin, which callers add -> launcher. The text alone is no
 # kernel: Triton's types are in ``pointers``.
 _loaded: dict[KernelSource, BuiltKernel] = {}
-_workers = CompileWorkers(Path(triton_compiler.__file__), forks=True)
+_workers = CompileWorkers(Path(triton_compiler.__file__), forks=True, most=_WORKERS)
 
 
 def start_triton(
@@ -66,7 +66,7 @@ def start_triton(
     Args:
         sources: Triton kernels with distinct names.
         cache_folder: where results are kept.
-        most_threads: as many as there are processors by default.
+        most_threads: as many as there are processes that compile by default.
 
     Returns:
         What waits for the kernels and loads them onto their devices. Called from Python, one is launched on the current
@@ -79,7 +79,7 @@ def start_triton(
     compiling: list[tuple[Sequence[KernelSource], Future[list[Any]]]] = []
     if missing:
         _require_triton()
-        threads = min(len(missing), most_threads or usable_processors())
+        threads = min(len(missing), most_threads or _workers.most)
         pool = ThreadPoolExecutor(threads, thread_name_prefix="gradsplit-build")
         compiling = [
             (keys, pool.submit(_compile_launched, [missing[key] for key in keys], cache_folder))
@@ -135,7 +135,7 @@ def start_workers() -> None:
     """Starts the processes that compile, while there is nothing to compile yet: they import Triton first."""
     if triton_compiler.triton is not None:
         with suppress(CompileError):  # raised again where one is needed
-            _workers.start(min(usable_processors(), _WORKERS_AHEAD))
+            _workers.start(_workers.most)
 
 
 def compile_triton_for(

@@ -13,6 +13,7 @@ import os
 import select
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -169,14 +170,42 @@ def load_kernel(folder: Path, pointers: Sequence[str], manifest: str) -> Any:
     return triton.compiler.CompiledKernel(source, files, folder.name)
 
 
-def _serve() -> None:
-    # Triton prints to the output what it has to say about errors; the answers go to a copy of it.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+def _prepare() -> None:
     # What it would call an entry of its cache: hashing its libraries takes the time of several kernels.
     triton.compiler.compiler.get_cache_key = lambda *_, **__: ""
     # Lines of a file that is gone by then; texts with their tables cannot be joined.
     triton.knobs.compilation.disable_line_info = True
+
+
+_ANY_KERNEL = """
+@triton.jit
+def any_kernel(p0, p1):
+    x = tl.arange(0, 128)
+    value = tl.load(p0 + x, mask=x < 100, other=0.0).to(tl.float32)
+    tl.store(p1 + x, rounded_to_bfloat16(value * tl.sum(value, 0)).to(tl.bfloat16))
+"""
+
+
+def _warm_up() -> None:
+    """Compiles a kernel up to its machine code, and forgets it: what a process does with its first kernel only, those
+    that are forked need not do."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.py"
+        path.write_text(_ANY_KERNEL)
+        request = {
+            "module": path,
+            "function": "any_kernel",
+            "pointers": ["*bf16", "*bf16"],
+            "is_aligned": True,
+        }
+        request |= {"target": ("cuda", 80, 32), "options": {}}
+        compile_into(request, Path(folder), partial(_shorten, AssembledTogether(), Path(folder)))
+
+
+def _serve() -> None:
+    # Triton prints to the output what it has to say about errors; the answers go to a copy of it.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     # Of what a compilation makes nearly nothing lives on, so looking through it now and then is enough.
     gc.freeze()
     gc.disable()
@@ -220,7 +249,9 @@ def _fork(pairs: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    _prepare()
     if len(sys.argv) > 1:
-        _prelude(is_nvidia=True)
+        with suppress(Exception):  # a kernel that is asked for says what is wrong
+            _warm_up()
         _fork(sys.argv[1:])
     _serve()
