@@ -9,6 +9,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from gradsplit.compile_core.ir.control_flow import DATA_DEPENDENT
+from gradsplit.compile_core.torch_facts.lazy_modules import lazy_module
 
 
 def replace_calls(module: GraphModule, replacements: Mapping[Any, Callable[..., Any]]) -> GraphModule:
@@ -76,8 +77,8 @@ def traced_bodies(module: GraphModule) -> list[tuple[str, GraphModule]]:
 
 def copy_module(module: GraphModule) -> GraphModule:
     """A module of the same parts with a graph of its own."""
-    copied = copy.copy(module)
-    copied.graph = copy.deepcopy(module.graph)
+    copied = lazy_module(module, copy.deepcopy(module.graph))
+    copied.meta = module.meta
     return copied
 
 

@@ -123,5 +123,7 @@ def joined(texts: Sequence[str]) -> str:
 
 def without_unread(text: str) -> str:
     """A text without the variables that it only defines."""
+    if not _VARIABLE.search(text):
+        return text
     count = Counter(_NAME.findall(text))
     return _VARIABLE.sub(lambda found: found[0] if count[found[1]] > 1 else "", text)
