@@ -37,8 +37,9 @@ from gradsplit.compile_core.capture.object_model.objects import InstanceValue, i
 from gradsplit.compile_core.capture.object_model.opaque import ChangingText, wrap_opaque
 from gradsplit.compile_core.capture.object_model.partials import PartialValue
 from gradsplit.compile_core.capture.object_model.type_forms import TYPE_FORMS, TypeFormValue
-from gradsplit.compile_core.capture.object_model.wrappers import WrapperValue, guard_wrapper
+from gradsplit.compile_core.capture.object_model.wrappers import WrapperValue
 from gradsplit.compile_core.capture.open_numbers.growing_lists import GrowingList
+from gradsplit.compile_core.capture.open_numbers.inner_sizes import guard_wrapper
 from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import FloatInput, SymbolicInt
 from gradsplit.compile_core.capture.operations.operator_rules import GETTERS, existing_getter
 from gradsplit.compile_core.capture.python_rules.builtin_methods import method_of_builtin_type
@@ -68,13 +69,12 @@ from gradsplit.compile_core.capture.values.mappings import DictValue, ReadOnlyVi
 from gradsplit.compile_core.capture.values.references import ReferenceValue
 from gradsplit.compile_core.capture.values.sets import SetValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue, check_class
-from gradsplit.compile_core.ir.captured import InputKind
+from gradsplit.compile_core.ir.captured import input_kind
 from gradsplit.compile_core.ir.sources import (
     AttributeSource,
     ContentSource,
     ItemSource,
     LocalSource,
-    ModuleEntrySource,
     Source,
     container_item,
 )
@@ -287,24 +287,11 @@ def _wrap_tensor(state: CaptureState, real: torch.Tensor, source: Source | None)
     sizes = None if is_wrapper(real) else state.sizes.of_tensor(real, source)
     state.guards.tensor(source, real, None if sizes is None else sizes.static_shape)
     inner_sizes = guard_wrapper(state, real, source) if is_wrapper(real) else {}
-    node = state.graph.add_input(real, source, _input_kind(source), sizes, inner_sizes)
+    node = state.graph.add_input(real, source, input_kind(source), sizes, inner_sizes)
     fake = node.meta["example_value"]
     value = (WrapperValue if is_wrapper(real) else TensorValue)(node, fake, type(real), source, real)
     state.tensor_of_fake[id(fake)] = value
     return value
-
-
-def _input_kind(source: Source) -> InputKind:
-    if isinstance(source, ModuleEntrySource):
-        return "parameter" if source.table == "_parameters" else "buffer"
-    root: Source = source
-    through_object = False
-    while root.base is not None:
-        own_attribute = isinstance(root, AttributeSource) and root.name == "__dict__"
-        through_object = through_object or isinstance(root, ModuleEntrySource) or own_attribute
-        root = root.base
-    plain = isinstance(root, LocalSource) and not through_object and root.name != "self"
-    return "argument" if plain else "state"
 
 
 def _wrap_function(state: CaptureState, real: types.FunctionType, source: Source | None) -> Value:

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from gradsplit.compile_core.errors import CodeLocation, InternalError, Unsupported
-from gradsplit.compile_core.ir.sources import Source
+from gradsplit.compile_core.ir.sources import AttributeSource, LocalSource, ModuleEntrySource, Source
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
 InputKind = Literal["parameter", "buffer", "argument", "state"]
@@ -56,6 +56,20 @@ class GraphInput:
     def is_open(self) -> bool:
         """Whether it is symbolic, or a tensor with a symbolic size or stride."""
         return is_symbolic_number(self.example) or self.example._has_symbolic_sizes_strides
+
+
+def input_kind(source: Source) -> InputKind:
+    """The kind of the input that lies at a source; see ``GraphInput``."""
+    if isinstance(source, ModuleEntrySource):
+        return "parameter" if source.table == "_parameters" else "buffer"
+    root: Source = source
+    through_object = False
+    while root.base is not None:
+        own_attribute = isinstance(root, AttributeSource) and root.name == "__dict__"
+        through_object = through_object or isinstance(root, ModuleEntrySource) or own_attribute
+        root = root.base
+    plain = isinstance(root, LocalSource) and not through_object and root.name != "self"
+    return "argument" if plain else "state"
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -34,6 +34,21 @@ def make_fake(
             with mode:
                 return _empty(real, tuple(real.shape), real.stride())
         return mode.from_tensor(real, static_shapes=True)
+
+
+class InnerFakes:
+    """The fakes of the tensors that wrappers among the inputs hold: one for each, since some share theirs."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        # By the ``id`` of the tensor, which is held.
+        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def of(self, sizes: Mapping[int, TensorSizes], real: torch.Tensor) -> torch.Tensor:
+        if id(real) not in self._made:
+            fake = make_fake(self._mode, real.detach(), sizes.get(id(real)), lambda inner: inner)
+            self._made[id(real)] = real, fake
+        return self._made[id(real)][1]
 
 
 def _make_wrapper(form: WrapperForm, inner: list[torch.Tensor], real: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from gradsplit.compile_core.capture.graph.data_sizes import DataSizes
-from gradsplit.compile_core.capture.graph.fake_inputs import layout_of, make_fake
+from gradsplit.compile_core.capture.graph.fake_inputs import InnerFakes, layout_of, make_fake
 from gradsplit.compile_core.capture.open_numbers.open_floats import takes_open_floats
 from gradsplit.compile_core.capture.open_numbers.symbolic_sizes import SymbolicSizes, TensorSizes
 from gradsplit.compile_core.capture.values.base import PlainCall
@@ -99,7 +99,7 @@ class OutputGraph:
         self.sizes = sizes
         self.records: list[InputRecord] = []
         self._aliases: list[tuple[fx.Node, torch.Tensor, int]] = []
-        self._inner_fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._inner_fakes = InnerFakes(sizes.fake_mode)
         self.held: dict[str, Any] = {}
         self.node_of_source: dict[Source, fx.Node] = {}
         self._number_nodes: dict[sympy.Basic, fx.Node] = {}
@@ -122,18 +122,11 @@ class OutputGraph:
     ) -> fx.Node:
         """A placeholder for an existing tensor; ``sizes`` where some of them are open, ``inner_sizes`` where some of
         those that it holds are, by their ``id``."""
-        fake = make_fake(self.fake_mode, real, sizes, functools.partial(self._inner_fake, inner_sizes))
+        fake = make_fake(self.fake_mode, real, sizes, functools.partial(self._inner_fakes.of, inner_sizes))
         node = self.node_of_source[source] = self.add_placeholder(_input_name(source, kind), fake)
         entry = GraphInput(node.name, source, fake, kind)
         self.records.append(InputRecord(entry, node, real, fake._version, layout_of(fake)))
         return node
-
-    def _inner_fake(self, sizes: Mapping[int, TensorSizes], real: torch.Tensor) -> torch.Tensor:
-        """The fake of a tensor that wrappers among the inputs hold: one for all of them, since some share theirs."""
-        if id(real) not in self._inner_fakes:
-            fake = make_fake(self.fake_mode, real.detach(), sizes.get(id(real)), lambda inner: inner)
-            self._inner_fakes[id(real)] = real, fake
-        return self._inner_fakes[id(real)][1]
 
     def add_number_input(self, source: Source, symbol: sympy.Symbol) -> fx.Node:
         """A placeholder for a symbolic integer that the program was given."""
