@@ -1,11 +1,12 @@
 """Models whose parameters and activations are spread over two ranks as DTensors, compiled and not.
 
-``fork_ranks(["-m", "tests.multi_process.tensor_parallel_cases"])``. Each case is one graph; outputs, gradients of
-inputs and parameters are compared, and the parameters after some steps of an optimizer.
+``fork_ranks(["-m", "tests.multi_process.tensor_parallel_cases", "cpu"])``. Each case is one graph; outputs, gradients
+of inputs and parameters are compared, and the parameters after some steps of an optimizer.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -55,7 +56,9 @@ class Attention(nn.Module):
 
 
 def _block(mesh: Any) -> nn.Module:
-    return parallelize_module(Block(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return parallelize_module(
+        Block().to(mesh.device_type), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    )
 
 
 def _sequences(mesh: Any) -> nn.Module:
@@ -65,12 +68,12 @@ def _sequences(mesh: Any) -> nn.Module:
         "up": ColwiseParallel(input_layouts=Shard(1)),
         "down": RowwiseParallel(output_layouts=Shard(1)),
     }
-    return parallelize_module(Block(), mesh, plan)
+    return parallelize_module(Block().to(mesh.device_type), mesh, plan)
 
 
 def _attention(mesh: Any) -> nn.Module:
     layers = {name: ColwiseParallel() for name in ("q", "k", "v")}
-    return parallelize_module(Attention(), mesh, {**layers, "out": RowwiseParallel()})
+    return parallelize_module(Attention().to(mesh.device_type), mesh, {**layers, "out": RowwiseParallel()})
 
 
 class _InOneGraph(nn.Module):
@@ -80,7 +83,9 @@ class _InOneGraph(nn.Module):
         super().__init__()
         self.mesh = mesh
         self.weight = nn.Parameter(
-            DTensor.from_local(torch.randn(4, 8) * 0.1, mesh, [Shard(0)], run_check=False).detach()
+            DTensor.from_local(
+                torch.randn(4, 8, device=mesh.device_type) * 0.1, mesh, [Shard(0)], run_check=False
+            ).detach()
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -107,7 +112,7 @@ def _run(call: Callable[[Tensor], Tensor], model: nn.Module, size: tuple[int, ..
     seen: list[Tensor] = []
     for number in range(3):
         torch.manual_seed(number)
-        x = torch.randn(*size, requires_grad=True)
+        x = torch.randn(*size, device=next(model.parameters()).device, requires_grad=True)
         y = call(x)
         (y * y).mean().backward()
         seen += [y, x.grad, *(parameter.grad for parameter in model.parameters())]  # type: ignore[list-item]
@@ -121,10 +126,12 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def main() -> None:
+def main(device: str) -> None:
     warnings.simplefilter("error")
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2,))
+    dist.init_process_group("gloo" if device == "cpu" else "nccl")
+    if device != "cpu":
+        torch.cuda.set_device(dist.get_rank())
+    mesh = init_device_mesh(device, (2,))
     for name, (make, size) in _MODELS.items():
         for backend in _BACKENDS:
             gradsplit.reset()
@@ -147,8 +154,9 @@ def main() -> None:
 
 def _gradients_in_another_place(mesh: Any) -> None:
     """A result that is spread gets a gradient that is not, and one whose collective nobody has waited for."""
-    local = torch.randn(2, 3)
-    layer = parallelize_module(nn.Linear(3, 4), mesh, ColwiseParallel(output_layouts=Replicate()))
+    local = torch.randn(2, 3, device=mesh.device_type)
+    linear = nn.Linear(3, 4).to(mesh.device_type)
+    layer = parallelize_module(linear, mesh, ColwiseParallel(output_layouts=Replicate()))
     for backend in _BACKENDS:
         compiled = gradsplit.compile(lambda d: (d * 2).sin(), backend=backend, fullgraph=True)
         before = gradsplit.compile(lambda x: x.cos() * 3, backend=backend, fullgraph=True)
@@ -168,4 +176,4 @@ def _gradients_in_another_place(mesh: Any) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -8,7 +8,8 @@ from tests.forked_ranks import fork_ranks
 
 
 @pytest.mark.multi_process
-def test_tensor_parallel_models_train_as_plain_ones() -> None:
-    run = fork_ranks(["-m", "tests.multi_process.tensor_parallel_cases"], timeout_s=200)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_tensor_parallel_models_train_as_plain_ones(device: str) -> None:
+    run = fork_ranks(["-m", "tests.multi_process.tensor_parallel_cases", device], timeout_s=200)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     assert run.stdout.count("alike") == 30
