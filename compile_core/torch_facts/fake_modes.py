@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from gradsplit.compile_core.torch_facts.private_parts import private
-from gradsplit.compile_core.torch_facts.symbolic_numbers import depends_on_data
 
 _LONGER = "compilation takes longer"
 _torchs_key = private(
@@ -60,9 +59,6 @@ class QuickFakeMode(FakeTensorMode):
         ]
         if self._describe(args, key) and self._describe(kwargs.values(), key):
             return _Key(tuple(key))
-        if self.shape_env is not None and (_reads_data_sizes(args) or _reads_data_sizes(kwargs.values())):
-            # Each run of a graph gives new symbols, so what was remembered is hardly ever asked for again.
-            return None
         return _torchs_key(self, state, func, args, kwargs)
 
     def _describe(self, values: Iterable[Any], key: list[Any]) -> bool:
@@ -92,15 +88,3 @@ class QuickFakeMode(FakeTensorMode):
             else:
                 return False
         return True
-
-
-def _reads_data_sizes(values: Iterable[Any]) -> bool:
-    """Whether there is a size among them that depends on data, or a tensor of such a size."""
-    for value in values:
-        symbolic = isinstance(value, FakeTensor) and value._has_symbolic_sizes_strides
-        parts = value.shape if symbolic else value
-        if isinstance(parts, (list, tuple)) and _reads_data_sizes(parts):
-            return True
-        if isinstance(parts, torch.SymInt) and depends_on_data(parts):
-            return True
-    return False

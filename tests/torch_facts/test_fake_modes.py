@@ -131,17 +131,3 @@ def test_what_was_remembered_is_what_operators_give() -> None:
             views = x.detach().view(2, 12)[:, ::2]
             assert views.stride() == (12, 2) and views._base is not None
     assert FakeTensorMode.cache_info().hits > before
-
-
-def test_nothing_is_remembered_for_sizes_that_depend_on_data() -> None:
-    mode = QuickFakeMode(shape_env=ShapeEnv())
-    known = mode.from_tensor(torch.empty(4, 6), static_shapes=False)
-    with mode:
-        chosen = torch.empty(8).nonzero()
-        count = chosen.shape[0]
-        for call in (
-            (aten.sin.default, (chosen,), {}),
-            (aten.cat.default, ([known, chosen],), {}),
-            (aten.expand.default, (known, [count, 4, 6]), {}),
-        ):
-            assert keys(mode, call, QuickFakeMode._cache_key) is None
