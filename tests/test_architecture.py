@@ -104,7 +104,7 @@ CAPTURE_EDGES: dict[str, tuple[str, ...]] = {
     "operations": ("numpy_arrays", "object_model", "open_numbers", "values"),
     "frames": ("code_objects", "object_model", "operations", "values"),
     "torch_rules": ("guards", "object_model", "open_numbers", "run_only", "values"),
-    "higher_order_calls": ("graph", "object_model", "open_numbers", "torch_rules", "values"),
+    "higher_order_calls": ("graph", "object_model", "torch_rules", "values"),
     "python_rules": ("frames", "numpy_arrays", "object_model", "open_numbers", "operations", "values"),
     "directive_rules": ("directives", "higher_order_calls", "object_model", "torch_rules", "values"),
     "rule_files": (

@@ -20,7 +20,6 @@ from torch import fx
 from gradsplit.compile_core.capture.graph.data_sizes import DataSizes
 from gradsplit.compile_core.capture.graph.output_graph import OutputGraph
 from gradsplit.compile_core.capture.object_model.partials import PartialValue
-from gradsplit.compile_core.capture.open_numbers.symbolic_sizes import TensorSizes
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.containers import SequenceValue
@@ -42,11 +41,9 @@ class BodyGraph(OutputGraph):
         self.data_sizes = DataSizes(outer.data_sizes)
         self.lifted: dict[fx.Node, fx.Node] = {}
 
-    def add_input(
-        self, real: torch.Tensor, source: Source, kind: InputKind, sizes: TensorSizes | None = None
-    ) -> fx.Node:
+    def add_input(self, real: torch.Tensor, source: Source, kind: InputKind, *sizes: Any) -> fx.Node:
         """Tensors that exist are inputs of the outermost graph."""
-        return self.outer.add_input(real, source, kind, sizes)
+        return self.outer.add_input(real, source, kind, *sizes)
 
     def add_number_input(self, source: Source, symbol: sympy.Symbol) -> fx.Node:
         """What a body reads from outside are tensors; an integer is the one of this call."""
