@@ -236,6 +236,7 @@ def _trace(
         gradient_tangents=_find_dependencies(graph, placeholders[len(examples) :], num_outputs),
         open_sizes=len(sizes.numbers),
         left_undefined=tuple(left_undefined),
+        spent=tuple(sorted(convention.spent)),
     )
     return JointGraph(
         module=graph,

@@ -33,8 +33,8 @@ from gradsplit.compile_core.capture.torch_rules.global_state import (
     global_state,
     normal_tensors,
 )
+from gradsplit.compile_core.capture.torch_rules.gradient_calls import REQUIRED_OPTIONS
 from gradsplit.compile_core.capture.torch_rules.modes import restore_modes
-from gradsplit.compile_core.capture.torch_rules.tensor_rules import REQUIRED_OPTIONS
 from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, PlainCall, SymbolicRaise
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.wrap import wrap_cell

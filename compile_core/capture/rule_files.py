@@ -30,6 +30,7 @@ from gradsplit.compile_core.capture.python_rules import (
 from gradsplit.compile_core.capture.torch_rules import (
     data_conditions,
     function_modes,
+    gradient_calls,
     gradients,
     modes,
     module_rules,

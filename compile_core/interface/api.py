@@ -28,6 +28,7 @@ from gradsplit.compile_core.interface.module_compilers import (
 )
 from gradsplit.compile_core.interface.supported_here import say_once, why_nothing_is_compiled
 from gradsplit.compile_core.ir.captured import CapturedGraph
+from gradsplit.compile_core.ir.data_reads import DataEnds
 from gradsplit.compile_core.many_sizes.region_around_data import is_mostly_of_data
 from gradsplit.compile_core.observe.compile_profiler import CompileProfiler
 from gradsplit.compile_core.observe.observer import Observer
@@ -184,7 +185,9 @@ def _new_programs(request: CompileRequest) -> ProgramsByCode:
             observer,
             ClaimedModules(request),
             # A CUDA graph has its sizes for good.
-            None if request.options.cuda_graphs else backend.new_data_ends(),
+            DataEnds(changes_last=False, unasked=False, at_backwards=True)
+            if request.options.cuda_graphs
+            else backend.new_data_ends(),
         ),
         kept=not request.options.cuda_graphs,
     )

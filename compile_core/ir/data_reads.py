@@ -20,12 +20,17 @@ class DataEnds:
     """Where data that the program reads end graphs, of all that is compiled in the same way.
 
     Attributes:
-        places: those found so far.
         changes_last: what a graph with such data changes of what it was given, it changes when all else is computed. So
             a check that fails, wherever it is, leaves that as it was.
+        unasked: data may be read where the settings do not say so.
+        at_backwards: graphs end at backwards, too. Steps of optimizers count on the CPU as a rule, which no CUDA graph
+            does; forward and backward are to have theirs.
+        places: those found so far.
     """
 
     changes_last: bool
+    unasked: bool = True
+    at_backwards: bool = False
     places: set[Place] = field(default_factory=set)
 
 
@@ -38,8 +43,7 @@ class DataReads:
     """
 
     def __init__(self, ends: DataEnds | None, may_end: bool = True) -> None:
-        self._is_unasked = ends is not None
-        self._ends = ends or DataEnds(changes_last=False)
+        self._ends = ends or DataEnds(changes_last=False, unasked=False)
         self.may_end = may_end
         self._found: dict[Place, None] = {}
 
@@ -51,9 +55,13 @@ class DataReads:
         """Whether the graph, which has read data, changes what it was given last; see ``DataEnds``."""
         return self._ends.changes_last and bool(self._found)
 
+    @property
+    def ends_at_backwards(self) -> bool:
+        return self._ends.at_backwards and self.may_end
+
     def may_stay(self, place: Place) -> bool:
         """Whether what is read here may stay in the graph, which then has it."""
-        stays = self._is_unasked and place not in self._ends.places
+        stays = self._ends.unasked and place not in self._ends.places
         if stays:
             self._found[place] = None
         return stays

@@ -107,6 +107,7 @@ class GraphSignature:
             so, and not since nothing leads to the input: autograd's engine comes to the input with nothing.
         presence: the backward takes a flag after the tangents for each of these: whether any of them arrives, a bit
             set as above.
+        spent: positions among the graph's outputs of results whose history the program's own backward has used up.
     """
 
     results: tuple[int | ResultAlias, ...]
@@ -118,6 +119,7 @@ class GraphSignature:
     open_sizes: int = 0
     left_undefined: tuple[int, ...] = ()
     presence: tuple[int, ...] = ()
+    spent: tuple[int, ...] = ()
 
 
 def replaced_inputs(signature: GraphSignature) -> dict[int, int]:

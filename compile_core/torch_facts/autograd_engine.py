@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -96,6 +97,46 @@ class _InsteadOfFunction:
     def backward(self, context: Any, *gradients: Any) -> Any:
         del context._forward_cls
         return self._run(self._backward, context, *gradients)
+
+
+def leaves_behind(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Where a backward from these tensors would accumulate gradients."""
+    found = {id(root): root for root in roots if root.requires_grad and root.grad_fn is None}
+    nodes: list[Any] = [root.grad_fn for root in roots]
+    seen: set[Any] = {None}
+    while nodes:
+        node = nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            nodes += [further for further, _ in node.next_functions]
+            leaf = getattr(node, "variable", None)
+            if isinstance(leaf, torch.Tensor):
+                found[id(leaf)] = leaf
+    return list(found.values())
+
+
+_hooks = operator.attrgetter("_backward_hooks")
+_hooks_after = operator.attrgetter("_post_accumulate_grad_hooks")
+# Since torch 2.10 a leaf may gather gradients of another dtype.
+_own_dtype = operator.attrgetter("dtype")
+_gathered_dtype = operator.attrgetter("grad_dtype" if hasattr(torch.Tensor, "grad_dtype") else "dtype")
+
+
+def gather_specially(*leaves: torch.Tensor) -> bool:
+    """Whether any of them has a hook of its own, or gathers gradients of another dtype."""
+    hooked = any(map(_hooks, leaves)) or any(map(_hooks_after, leaves))
+    return hooked or [*map(_gathered_dtype, leaves)] != [*map(_own_dtype, leaves)]
+
+
+def is_hooked_where_it_accumulates(leaf: torch.Tensor) -> bool:
+    """Whether Python has hooks on the node where a leaf's gradients are added. Torch does not list them, but whoever
+    registers one is given all."""
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    handles: list[Any] = [node.register_hook(lambda *_: None), node.register_prehook(lambda *_: None)]
+    counts = [len(handle.hooks_dict_ref()) for handle in handles]
+    for handle in handles:
+        handle.remove()
+    return counts != [1, 1]
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:

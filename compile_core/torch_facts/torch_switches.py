@@ -235,3 +235,8 @@ def saved_tensor_hooks_are_active() -> bool:
 def saved_tensor_hooks_are_set() -> bool:
     """The same, also inside ``without_saved_tensor_hooks``."""
     return top_saved_tensors_hooks(True) is not None
+
+
+def backwards_are_watched() -> bool:
+    """Whether more hangs on a backward than its gradients: what is saved for it, or each of its steps, is looked at."""
+    return saved_tensor_hooks_are_set() or torch.is_anomaly_enabled()

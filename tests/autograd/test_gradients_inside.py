@@ -1,6 +1,7 @@
-"""``torch.autograd.grad`` and ``backward`` inside a compiled function: a graph break, the pieces round it compiled.
+"""``torch.autograd.grad`` and ``backward`` inside a compiled function: part of its graph, or else a graph break, the
+pieces round it compiled.
 
-Where the gradients are to be differentiated, what comes before is compiled for that, without being asked.
+Where the gradients are to be differentiated behind a break, what comes before is compiled for that, unasked.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from torch import nn
 from torch.autograd import grad
 
 import gradsplit
+from gradsplit.compile_core.capture.torch_rules import gradient_calls
 from tests.autograd.scenarios import BACKENDS, check_scenario, for_each, leaf
 
 
@@ -119,10 +121,21 @@ SCENARIOS = {
 @pytest.mark.parametrize("backend", BACKENDS)
 @for_each(SCENARIOS)
 def test_gradients_inside(scenario, backend):
+    # The second call of the inner optimization begins with a tensor that has a history.
+    check_scenario(scenario, backend, breaks=scenario is inner_optimization)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@for_each(SCENARIOS)
+def test_gradients_behind_breaks(scenario, backend, monkeypatch):
+    """As where something keeps a backward out of the graph."""
+    monkeypatch.setattr(gradient_calls, "backwards_are_watched", lambda: True)
     check_scenario(scenario, backend, breaks=True)
 
 
-def test_the_pieces_are_graphs():
+@pytest.mark.parametrize("breaks", [False, True])
+def test_the_pieces_are_graphs(breaks, monkeypatch):
+    monkeypatch.setattr(gradient_calls, "backwards_are_watched", lambda: breaks)
     graphs = []
 
     def backend(graph, examples):
@@ -136,4 +149,5 @@ def test_the_pieces_are_graphs():
 
     compiled = gradsplit.compile(program, backend=backend)
     compiled(leaf(3), leaf(3)).backward()
-    assert graphs == [["sin", "sum"], ["square", "sum"]]
+    first, second = ["sin", "sum"], ["square", "sum"]
+    assert graphs == ([first, second] if breaks else [first + second])

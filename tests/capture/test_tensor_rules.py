@@ -148,7 +148,7 @@ def test_a_leaf_gathers_its_own_gradient():
         lambda x: x.t_(),
         lambda x: x.requires_grad_(),
         lambda x: setattr(x, "requires_grad", True),
-        lambda x: torch.autograd.grad((x * 2).sum(), x),
+        lambda x: torch.autograd.grad(x.clone().requires_grad_() * 2, x, x[None], is_grads_batched=True),
         lambda x: (x * 2).resize_(2),
     ],
 )

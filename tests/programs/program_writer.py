@@ -64,6 +64,12 @@ def talking(value):
     return value * 2
 
 
+def slope(value, factor, again=False):
+    value = value.detach().requires_grad_()
+    (found,) = torch.autograd.grad((value * factor).sin().sum(), value, create_graph=again)
+    return found * factor
+
+
 def echo(value, *rest, factor=2, **named):
     return value * factor + len(rest) + len(named)
 
@@ -254,6 +260,8 @@ class ProgramWriter:
             f"torch.full_like({t}, {n})",
             f"{t}.exp().clamp(max=5)",
             f"{t}.to(torch.float64).to(torch.float32)",
+            f"slope({t}, {u})",
+            f"slope({t}, {u}, again=True)",
         ]
         if not self.locals_only:
             choices += [
@@ -446,6 +454,10 @@ class ProgramWriter:
                 f"pair = Pair({u}, {n})",
                 f"box = Special({u})",
                 "model.count += 1",
+                f"model({t}.detach()).square().sum().backward()",
+                f"model.linear({t}.detach()).sum().backward(retain_graph=True)",
+                f"{variable} = model.linear.weight.grad.sum() + {u}",
+                "model.linear.zero_grad()",
                 f"model.extra = {u}",
                 f"setattr(box, 'extra', {n})",
                 f"{name} = getattr(box, 'extra', {n})",

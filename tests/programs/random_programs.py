@@ -94,7 +94,7 @@ def run_case(function: Any, namespace: dict[str, Any], case: Case) -> list[str]:
     seen = Description()
     seen.add(state)
     seen.add([grad_mode, sys.exc_info()[0], printed.getvalue(), torch.rand(1)])
-    seen.add([*model.parameters(), *model.buffers()])
+    seen.add([*model.parameters(), *model.buffers(), *(parameter.grad for parameter in model.parameters())])
     seen.add(gradients(seen.tensors, [*leaves, *model.parameters()]))
     for parameter in model.parameters():
         parameter.grad = None

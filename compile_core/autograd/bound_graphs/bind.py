@@ -15,6 +15,7 @@ from gradsplit.compile_core.autograd.bound_graphs.compiled_call import (
 )
 from gradsplit.compile_core.autograd.bound_graphs.double_backward import DifferentiableBackward
 from gradsplit.compile_core.autograd.bound_graphs.returned_draws import returning_draws
+from gradsplit.compile_core.autograd.bound_graphs.spent_history import with_spent_history
 from gradsplit.compile_core.autograd.bound_graphs.stored_gradients import StoredGradients
 from gradsplit.compile_core.autograd.bound_graphs.updated_inputs import CopyGroup, copy_groups
 from gradsplit.compile_core.ir.communicator import Program
@@ -64,6 +65,8 @@ class BoundGraph:
         outputs = self._infer(primals) if self.differentiable is None else self.differentiable(primals)
         if self.returns_outputs:
             return outputs
+        if signature.spent:
+            outputs = with_spent_history(outputs, signature.spent)
         if self.changes_inputs:
             with torch.no_grad():
                 for group in self.replays:
@@ -133,7 +136,9 @@ def bind_autograd(
         replays=copy_groups(graph, unseen),
         enables_gradients=has_gradients and not torch.is_grad_enabled(),
         changes_inputs=bool(left),
-        returns_outputs=not graph.signature.mutated and results == tuple(range(graph.num_outputs)),
+        returns_outputs=not graph.signature.mutated
+        and not graph.signature.spent
+        and results == tuple(range(graph.num_outputs)),
     )
 
 

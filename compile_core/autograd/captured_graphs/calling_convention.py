@@ -62,6 +62,7 @@ class CallingConvention:
         counted: positions of the inputs whose versions tell of changes.
         unnoticed_inputs: positions of the inputs that plain PyTorch does not save.
         unnoticed_picks: positions in ``picks`` of such as it does not save.
+        spent: positions in ``picks`` of those whose history the program itself has used up: no backward comes through.
     """
 
     results: tuple[int | ResultAlias, ...]
@@ -73,6 +74,7 @@ class CallingConvention:
     counted: frozenset[int]
     unnoticed_inputs: frozenset[int]
     unnoticed_picks: frozenset[int]
+    spent: frozenset[int]
 
 
 def find_calling_convention(
@@ -121,21 +123,36 @@ def find_calling_convention(
         _check_leaves(outputs, list(tensors.values()), required, rebound)
         results, picks = _find_results(outputs, tensors)
         picked = [pick.of(outputs) for pick in picks]
-        roots = [*picked, *map(tensors.__getitem__, rebound)]
+        asks = any(node.target is torch.autograd.grad for node in module.graph.nodes)
+        spent = frozenset(k for k, tensor in enumerate(picked) if asks and _is_spent(tensor))
+        flowing = [tensor for k, tensor in enumerate(picked) if k not in spent]
+        roots = [*flowing, *map(tensors.__getitem__, rebound)]
         unnoticed_inputs, unnoticed_picks = unnoticed(roots, tensors, dict(enumerate(picked)))
         convention = CallingConvention(
             results=results,
             picks=picks,
             specs=tuple(TensorSpec.of(tensor) for tensor in picked),
-            differentiable=tuple(tensor.requires_grad for tensor in picked),
+            differentiable=tuple(tensor.requires_grad and k not in spent for k, tensor in enumerate(picked)),
             gradient_inputs=tuple(k for k, (_, requires_grad, _) in before.items() if requires_grad),
             rebound=tuple(rebound),
             counted=frozenset(tensors)
             - {k for k, version in versions.items() if tensors[k]._version == version},
             unnoticed_inputs=unnoticed_inputs,
             unnoticed_picks=unnoticed_picks,
+            spent=spent,
         )
         return replace(convention, results=_with_counts(results, outputs, tensors, picked))
+
+
+def _is_spent(result: torch.Tensor) -> bool:
+    """Whether a backward through a result raises, as the program has made one before that kept nothing of the graph."""
+    if result.grad_fn is None:
+        return False
+    try:
+        torch.autograd.backward(result, torch.ones_like(result), retain_graph=True)
+    except RuntimeError as error:
+        return "second time" in str(error)
+    return False
 
 
 def _check_views(outputs: Sequence[torch.Tensor]) -> None:

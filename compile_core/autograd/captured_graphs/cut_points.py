@@ -6,6 +6,7 @@ in place as a version. Between two nodes there may be a cut unless
 - memory that was used before it is changed after it: a piece may have saved it for its backward, or know it under two
   names;
 - a mode other than autocast is not what it was at the beginning;
+- gradients are asked for later: autograd finds no values of a piece between its results;
 - what passes is neither a tensor nor a number that sizes determine (``pieces.is_passable``).
 """
 
@@ -150,6 +151,8 @@ class _Run:
             self._forbidden.update(range(self._used[storage] + 1, last + 1))
         for position, node in enumerate(self._nodes):
             self._forbidden.update(range(position + 1, self._last_direct_use(node) + 1))
+            if node.target is torch.autograd.grad:
+                self._forbidden.update(range(position + 1))
         allowed = tuple(position not in self._forbidden for position in range(len(self._nodes)))
         changed_at = {
             node: self._changed[storage]

@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 from torch.fx import traceback as node_metadata
 from torch.fx.node import map_arg
 
+from gradsplit.compile_core.errors import InternalError
 from gradsplit.compile_core.ir.attention_calls import AttentionCall
 
 aten = torch.ops.aten
@@ -40,6 +41,18 @@ def ancestors(values: Iterable[Node], down_to: Container[Node] = ()) -> set[Node
     return found
 
 
+def descendants(roots: Iterable[Node]) -> set[Node]:
+    """The values and all that is computed from them."""
+    found = set(roots)
+    frontier = list(found)
+    while frontier:
+        for user in frontier.pop().users:
+            if user not in found and user.op != "output":
+                found.add(user)
+                frontier.append(user)
+    return found
+
+
 def sources_first(wanted: Iterable[Node], among: Container[Node]) -> list[Node]:
     """The wanted nodes and what they are computed from, as far as it is ``among`` these, each after its sources; what
     need not be moved stays in its order."""
@@ -58,6 +71,24 @@ def sources_first(wanted: Iterable[Node], among: Container[Node]) -> list[Node]:
                 placed.add(node)
                 order.append(node)
     return order
+
+
+def copy_after_sources(wanted: Node, graph: Graph, copies: dict[Node, Node]) -> None:
+    """Copies a node, after what it reads that was not copied yet."""
+    pending = [wanted]
+    while pending:
+        node = pending[-1]
+        missing = (
+            [] if node in copies else [source for source in node.all_input_nodes if source not in copies]
+        )
+        if missing:
+            pending.extend(reversed(missing))
+            continue
+        pending.pop()
+        if node not in copies:
+            if node.op == "placeholder":
+                raise InternalError(f"a part of a graph needs {node}, which is not among its inputs")
+            copies[node] = graph.node_copy(node, copies.__getitem__)
 
 
 def memory_of(node: Node) -> Node:
@@ -104,3 +135,17 @@ def mark_as_backward(node: Node) -> None:
 
 def is_of_backward(node: Node) -> bool:
     return bool(node.meta.get("custom", {}).get(_MARK))
+
+
+# Which operators belong to a backward that the program itself asks for, in the midst of a graph, and to which of them.
+
+_OWN = "own_backward"
+
+
+def marked_as_own_backward(number: int) -> AbstractContextManager[None]:
+    """As ``marked_as_backward``."""
+    return node_metadata.annotate({_OWN: number})
+
+
+def own_backward_of(node: Node) -> int | None:
+    return node.meta.get("custom", {}).get(_OWN)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from gradsplit.compile_core.autograd.operators.graph_nodes import ancestors, is_of_backward, memory_of
+from gradsplit.compile_core.autograd.operators.graph_nodes import (
+    ancestors,
+    copy_after_sources,
+    descendants,
+    is_of_backward,
+    memory_of,
+)
 from gradsplit.compile_core.autograd.operators.kinds import is_view
 from gradsplit.compile_core.autograd.operators.region_marks import mark_of
 from gradsplit.compile_core.autograd.partitioning.memory_budget import choose_within_budget
 from gradsplit.compile_core.autograd.partitioning.min_cut import CutProblem, bytes_of
+from gradsplit.compile_core.autograd.partitioning.own_backwards import recompute_for_own_backwards
 from gradsplit.compile_core.autograd.partitioning.recompute_orders import find_orders
 from gradsplit.compile_core.errors import InternalError
 from gradsplit.compile_core.ir.data_checks import CHECK
@@ -30,7 +37,8 @@ def partition(joint: JointGraph, activation_memory_budget: float = 1.0) -> Parti
         activation_memory_budget: the share of the bytes that are cheapest in time which may be saved.
     """
     if not joint.tangents:
-        return PartitionedGraph(joint.module, None, joint.num_outputs, (), 0, joint.signature)
+        module = recompute_for_own_backwards(joint.module, activation_memory_budget)
+        return PartitionedGraph(module, None, joint.num_outputs, (), 0, joint.signature)
     nodes = {node.name: node for node in joint.module.graph.nodes}
     primals = [nodes[name] for name in joint.primals]
     tangents = [nodes[name] for name in joint.tangents]
@@ -39,7 +47,7 @@ def partition(joint: JointGraph, activation_memory_budget: float = 1.0) -> Parti
 
     random = [node for node in joint.module.graph.nodes if is_random(node)]
     checks = [node for node in joint.module.graph.nodes if node.target is CHECK]
-    only_backward = _descendants([*tangents, *(node for node in random if is_of_backward(node))])
+    only_backward = descendants([*tangents, *(node for node in random if is_of_backward(node))])
     for output in outputs:
         if output in only_backward:
             raise InternalError(f"forward output {output} depends on a tangent")
@@ -109,17 +117,6 @@ def _needed_numbers(
     return [node for node in graph.nodes if node in needed and node in numbers]
 
 
-def _descendants(roots: Iterable[Node]) -> set[Node]:
-    found = set(roots)
-    frontier = list(found)
-    while frontier:
-        for user in frontier.pop().users:
-            if user not in found and user.op != "output":
-                found.add(user)
-                frontier.append(user)
-    return found
-
-
 def _results(graph: Graph) -> list[Node | None]:
     (output,) = graph.find_nodes(op="output")
     return list(output.args[0])
@@ -157,31 +154,13 @@ def _extract(
         places[node] = max(read, default=place) if node in at_once else place
     for node in sorted(places, key=places.__getitem__):
         if node in needed and node not in on_demand:
-            _emit(node, graph, copies)
+            copy_after_sources(node, graph, copies)
     for node in results:
         if node is not None:
-            _emit(node, graph, copies)
+            copy_after_sources(node, graph, copies)
     graph.output(tuple(None if node is None else copies[node] for node in results))
     graph.lint()
     return lazy_module(module, graph)
-
-
-def _emit(wanted: Node, graph: Graph, copies: dict[Node, Node]) -> None:
-    """Copies a node, after what it reads that was not copied yet."""
-    pending = [wanted]
-    while pending:
-        node = pending[-1]
-        missing = (
-            [] if node in copies else [source for source in node.all_input_nodes if source not in copies]
-        )
-        if missing:
-            pending.extend(reversed(missing))
-            continue
-        pending.pop()
-        if node not in copies:
-            if node.op == "placeholder":
-                raise InternalError(f"the extracted graph needs {node}, which is not among its inputs")
-            copies[node] = graph.node_copy(node, copies.__getitem__)
 
 
 def _copy_saved(forward: GraphModule, saved: Sequence[Node]) -> dict[Node, Node]:

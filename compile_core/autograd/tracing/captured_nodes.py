@@ -10,9 +10,11 @@ import bisect
 import operator
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from gradsplit.compile_core.autograd.operators.graph_nodes import marked_as_own_backward
 from gradsplit.compile_core.torch_facts.autograd_engine import (
     current_autograd_node,
     number_of_node,
@@ -46,7 +48,10 @@ class CapturedNodes:
                 return args[0]
             self._nodes.append(node)
             self._first_numbers.append(numbers_given())
-            if node.op == "call_function":
+            if node.target is torch.autograd.grad:
+                with marked_as_own_backward(len(self._nodes)):
+                    values[node] = torch.autograd.grad(*args, **kwargs)
+            elif node.op == "call_function":
                 values[node] = node.target(*args, **kwargs)
             elif node.op == "call_method":
                 values[node] = getattr(args[0], node.target)(*args[1:], **kwargs)

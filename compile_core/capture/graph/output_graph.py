@@ -94,6 +94,7 @@ class OutputGraph:
 
     def __init__(self, sizes: SymbolicSizes, data_reads: DataReads) -> None:
         self.graph = fx.Graph()
+        self.is_body = False
         self.data_reads = data_reads
         self.fake_mode = sizes.fake_mode
         self.sizes = sizes

@@ -36,7 +36,7 @@ class BodyGraph(OutputGraph):
 
     def __init__(self, outer: OutputGraph) -> None:
         super().__init__(outer.sizes, outer.data_reads)
-        self.outer = outer
+        self.outer, self.is_body = outer, True
         self.node_of_source = outer.node_of_source
         self.data_sizes = DataSizes(outer.data_sizes)
         self.lifted: dict[fx.Node, fx.Node] = {}

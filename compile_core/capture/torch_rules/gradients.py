@@ -20,7 +20,7 @@ from gradsplit.compile_core.capture.values.tensors import (
     attribute_store,
 )
 from gradsplit.compile_core.capture.values.view_copies import note_view_copy
-from gradsplit.compile_core.ir.sources import AttributeSource
+from gradsplit.compile_core.ir.sources import AttributeSource, Source
 
 
 @attribute_read("grad")
@@ -32,24 +32,25 @@ def read_gradient(state: CaptureState, tensor: TensorValue) -> Value:
         if tensor.fake.requires_grad and not tensor.fake.is_leaf:
             raise state.unsupported("gradient", f"the gradient of {tensor.describe()}, a result of the graph")
         return ConstantValue(None)
-    _guard_leaf(state, tensor)
+    guard_leaf(state, tensor)
     return state.wrap(tensor.real.grad, AttributeSource(tensor.source, "grad"))
 
 
-def _guard_leaf(state: CaptureState, tensor: TensorValue) -> None:
+def guard_leaf(state: CaptureState, tensor: TensorValue) -> Source:
     """Reading the gradient of anything but a leaf warns; a parameter is one."""
     assert tensor.real is not None and tensor.source is not None
     if not tensor.real.is_leaf:
         raise state.unsupported("gradient", f"the gradient of {tensor.describe()}, which is not a leaf")
     if tensor.cls is not torch.nn.Parameter:
         state.guards.add([tensor.source], "{0}.is_leaf", [], f"{tensor.source} is a leaf")
+    return tensor.source
 
 
 @attribute_store("grad")
 def store_gradient(state: CaptureState, tensor: TensorValue, value: Value) -> None:
     if tensor.real is None or tensor.source is None:
         raise state.unsupported("gradient-store", f"a store to the gradient of {tensor.describe()}")
-    _guard_leaf(state, tensor)
+    guard_leaf(state, tensor)
     if isinstance(value, TensorValue):
         own, new = tensor.fake, value.fake
         if (own.shape, own.dtype, own.device) != (new.shape, new.dtype, new.device) or value is tensor:

@@ -12,8 +12,6 @@ from torch.nn.functional import one_hot
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, answer_to, call_rule
 from gradsplit.compile_core.capture.values.constants import ConstantValue, is_none
-from gradsplit.compile_core.capture.values.containers import SequenceValue
-from gradsplit.compile_core.capture.values.mappings import DictView
 from gradsplit.compile_core.capture.values.tensors import (
     METHOD_RULES,
     MethodRule,
@@ -210,52 +208,3 @@ for _function in (
     *(torch.is_conj, torch.numel, torch.finfo, torch.iinfo),
 ):
     CALL_RULES[_function] = _metadata_rule(_function)
-
-
-# Why a graph ends where the program asks for gradients, and the options that the graph then needs: gradients that will
-# be differentiated, and gradients with respect to values of the graph itself, which autograd must find between results.
-REQUIRED_OPTIONS: dict[str, dict[str, bool]] = {
-    "autograd-call-create-graph": {"double_backward": True},
-    "autograd-call-between-results": {"linked_results": True},
-    "autograd-call-create-graph-between-results": {"double_backward": True, "linked_results": True},
-}
-
-
-def _tensors_asked_for(state: CaptureState, inputs: Value) -> list[Value]:
-    # An iterator is left to the call, which is made again where the graph has ended; so is None.
-    return state.items_of(inputs) if isinstance(inputs, (SequenceValue, DictView)) else [inputs]
-
-
-def _has_history_of_graph(state: CaptureState, tensor: TensorValue) -> bool:
-    """Whether the graph computes it, or changes an input that it is."""
-    return tensor.node.op != "placeholder" or any(
-        record.node is tensor.node and state.graph.is_changed(record) for record in state.graph.records
-    )
-
-
-def _gradients_rule(names: Sequence[str]) -> CallRule:
-    def refuse(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        reason = "autograd-call"
-        if "create_graph" in given and given["create_graph"].truth(state):
-            reason += "-create-graph"
-        if "inputs" in given and any(
-            isinstance(tensor, TensorValue) and _has_history_of_graph(state, tensor)
-            for tensor in _tensors_asked_for(state, given["inputs"])
-        ):
-            reason += "-between-results"
-        raise state.unsupported(
-            reason,
-            "gradients are asked for in captured code",
-            "leave the backward out of the compiled function, or use torch.func.grad",
-        )
-
-    return refuse
-
-
-CALL_RULES[torch.autograd.grad] = _gradients_rule(
-    ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph")
-)
-CALL_RULES[torch.autograd.backward] = _gradients_rule(
-    ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
-)
