@@ -506,6 +506,27 @@ def test_hooks_that_come_later(method):
     check(lambda x: x.sin().sum().backward(), lambda: (leaf(3),), afterwards=late, breaks="hooks")
 
 
+def hook_between(x, again):
+    y = x * x
+    y.register_hook(lambda gradient: gradient * 3)
+    (first,) = torch.autograd.grad((y**2).sum(), x, create_graph=again, retain_graph=True)
+    y.sum().backward(retain_graph=True)
+    return first
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("again", [False, True])
+def test_a_hook_runs_in_the_mode_of_the_backward(again, backend):
+    """It has left gradients on for what the backward computes next, and was no part of one that is differentiated."""
+    check(lambda x: hook_between(x, again), lambda: (leaf(3),), backend=backend)
+    if again:
+        check(
+            lambda x: hook_between(x, True).sum().backward(),
+            lambda: (leaf(3),),
+            backend=backend,
+        )
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_arguments_that_turn_out_to_be_one(backend):
     def values(x, y):

@@ -11,7 +11,6 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from gradsplit.compile_core.capture.higher_order_calls.bodies import BodyGraph, body_argument, body_graph
-from gradsplit.compile_core.capture.torch_rules.modes import grad_mode
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.constants import ConstantValue, is_none
 from gradsplit.compile_core.capture.values.tensors import TensorValue, method_rule
@@ -34,9 +33,10 @@ def _register_hook(state: CaptureState, tensor: TensorValue, hook: Value) -> Val
     if not own or isinstance(state.graph, BodyGraph) or torch.is_autocast_enabled(fake.device.type):
         return None
     with body_graph(state) as graph:
-        with graph.fake_mode, torch.no_grad():
-            gradient = body_argument(state, graph, tensor, torch.empty_like(fake))
-        with grad_mode(state, False):
+        # As in a backward, whose own mode it is: one that is to be differentiated has gradients, hooks and all.
+        with torch.no_grad():
+            with graph.fake_mode:
+                gradient = body_argument(state, graph, tensor, torch.empty_like(fake))
             result = hook.call(state, [gradient], {})
         if gradient.fake._version:
             raise state.unsupported("gradient-hook", "a hook that changes the gradient in place")
