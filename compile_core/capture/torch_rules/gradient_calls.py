@@ -32,6 +32,7 @@ from gradsplit.compile_core.torch_facts.autograd_engine import (
     leaves_behind,
 )
 from gradsplit.compile_core.torch_facts.torch_switches import backwards_are_watched
+from gradsplit.compile_core.torch_facts.wrapper_tensors import is_wrapper
 
 # Why a graph ends where the program asks for gradients, and the options that the graph then needs: gradients that will
 # be differentiated, and gradients with respect to values of the graph itself, which autograd must find between results.
@@ -79,8 +80,8 @@ def _backward(
     held = [*state.tensor_of_fake.values()]
     gradients = state.items_of(call.gradients(leaves, options))
     held += [gradient for gradient in gradients if isinstance(gradient, TensorValue)]
-    if any(value.fake.layout is not torch.strided for value in held):
-        raise call.refused("beside tensors of other layouts")
+    if any(value.fake.layout is not torch.strided or is_wrapper(value.fake) for value in held):
+        raise call.refused("beside tensors of other layouts, or such as wrap others")
     holders = Counter(map(id, held))
     memory = {id(value): value.fake.untyped_storage()._cdata for value in held}
     sharing = Counter(memory[id(value)] for value in held)
