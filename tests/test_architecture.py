@@ -136,6 +136,7 @@ CAPTURE_EDGES: dict[str, tuple[str, ...]] = {
         "operations",
         "python_rules",
         "rule_files",
+        "torch_rules",
         "values",
         "wrap",
     ),

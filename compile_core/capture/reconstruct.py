@@ -18,6 +18,7 @@ from gradsplit.compile_core.capture.object_model.functions import BoundMethodVal
 from gradsplit.compile_core.capture.object_model.instance_dict import MISSING, InstanceDict
 from gradsplit.compile_core.capture.object_model.made_classes import refuse_made
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue
+from gradsplit.compile_core.capture.object_model.overriding_tensors import OverridingTensor
 from gradsplit.compile_core.capture.object_model.partials import PartialValue
 from gradsplit.compile_core.capture.open_numbers.conditions import ConditionValue
 from gradsplit.compile_core.capture.open_numbers.growing_lists import GrowingList
@@ -111,6 +112,9 @@ class RunnerWriter(SourceWriter):
             name = self._name(value, result)
             self.lines += [f"{name}.{key} = {self.emit(item)}" for key, item in value.changes.items()]
             return name
+        if isinstance(value, OverridingTensor):
+            made = f"{self.emit(value.tensor)}.as_subclass({self.constant(value.cls)})"
+            return self._with_attributes(value, self._name(value, made))
         if isinstance(value, SequenceValue):
             return self._build_sequence(value)
         if isinstance(value, InstanceDict):
@@ -171,9 +175,13 @@ class RunnerWriter(SourceWriter):
             )
         if isinstance(content, ContainerValue):
             self.lines += self._content_lines(content, name)
+        return self._with_attributes(value, name)
+
+    def _with_attributes(self, value: InstanceValue, name: str) -> str:
+        store = self.constant(object.__setattr__)
         for attribute, item in value.changes.items():
             if item is not MISSING:
-                self.lines.append(f"object.__setattr__({name}, {attribute!r}, {self.emit(item)})")
+                self.lines.append(f"{store}({name}, {attribute!r}, {self.emit(item)})")
         return name
 
     def _content_lines(self, content: ContainerValue, name: str) -> list[str]:
@@ -223,11 +231,7 @@ class RunnerWriter(SourceWriter):
         args = ", ".join(self.emit(item) for item in value.args)
         name = self._name(value, f"{self.constant(value.cls.__new__)}({self.constant(value.cls)}, {args})")
         self.lines.append(f"{self.constant(value.builtin_class.__init__)}({name}, {args})")
-        for attribute, item in value.changes.items():
-            if item is not MISSING:
-                self.lines.append(
-                    f"{self.constant(object.__setattr__)}({name}, {attribute!r}, {self.emit(item)})"
-                )
+        self._with_attributes(value, name)
         links = [("__cause__", value.cause), ("__context__", value.context)]
         self.lines += [f"{name}.{link} = {self.emit(item)}" for link, item in links if not is_none(item)]
         self.lines.append(f"{name}.__suppress_context__ = {value.suppresses_context}")

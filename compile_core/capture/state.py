@@ -51,6 +51,7 @@ from gradsplit.compile_core.capture.operations import comparisons, texts
 from gradsplit.compile_core.capture.operations.special_methods import special_call
 from gradsplit.compile_core.capture.python_rules.drawn_tensors import DefaultGenerator, TensorGenerator
 from gradsplit.compile_core.capture.python_rules.library_closures import CLOSURE_RULES
+from gradsplit.compile_core.capture.torch_rules import function_overrides
 from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, SymbolicRaise, Value
 from gradsplit.compile_core.capture.values.call_rules import DATA_DEPENDENT_RULES
 from gradsplit.compile_core.capture.values.constants import ConstantValue, is_folded, is_literal, is_none
@@ -69,6 +70,7 @@ from gradsplit.compile_core.errors import InternalError, Unsupported
 from gradsplit.compile_core.ir.captured import Guard
 from gradsplit.compile_core.ir.data_reads import DataReads
 from gradsplit.compile_core.ir.sources import Source
+from gradsplit.compile_core.torch_facts.function_overrides import is_overridable
 from gradsplit.compile_core.torch_facts.symbolic_numbers import assume
 from gradsplit.compile_core.torch_facts.thread_state import device_constructors
 from gradsplit.compile_core.torch_facts.wrapper_tensors import is_wrapper
@@ -86,6 +88,8 @@ class Capture(CaptureState):
     format_of: Any = texts.formatted
     filled_format: Any = texts.fill_format
     enum_attribute: Any = enums.enum_attribute
+    is_overridable: Any = staticmethod(is_overridable)
+    through_overrides: Any = function_overrides.through_overrides
 
     def __init__(
         self,

@@ -35,6 +35,7 @@ from gradsplit.compile_core.capture.object_model.libraries import is_library_nam
 from gradsplit.compile_core.capture.object_model.modules import ModuleValue
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue, is_plain_layout
 from gradsplit.compile_core.capture.object_model.opaque import ChangingText, wrap_opaque
+from gradsplit.compile_core.capture.object_model.overriding_tensors import wrap_overriding
 from gradsplit.compile_core.capture.object_model.partials import PartialValue
 from gradsplit.compile_core.capture.object_model.type_forms import TYPE_FORMS, TypeFormValue
 from gradsplit.compile_core.capture.object_model.wrappers import WrapperValue
@@ -78,18 +79,17 @@ from gradsplit.compile_core.ir.sources import (
     Source,
     container_item,
 )
+from gradsplit.compile_core.torch_facts.bindings import VARIABLE_FUNCTIONS
 from gradsplit.compile_core.torch_facts.dispatcher import is_zero_tensor
+from gradsplit.compile_core.torch_facts.function_overrides import is_asked
 from gradsplit.compile_core.torch_facts.wrapper_tensors import is_wrapper
 
 # Literals of which Python may hold several equal ones.
 _OBJECTS_OF_THEIR_OWN = (float, complex, *FOLDED_TYPES)
 
 _BUILTIN_CALLABLES = (
-    types.BuiltinFunctionType,
-    types.MethodDescriptorType,
-    types.ClassMethodDescriptorType,
-    types.WrapperDescriptorType,
-    types.MethodWrapperType,
+    *(types.BuiltinFunctionType, types.MethodDescriptorType, types.ClassMethodDescriptorType),
+    *(types.WrapperDescriptorType, types.MethodWrapperType),
 )
 
 # The values of objects that are known by identity.
@@ -97,7 +97,7 @@ _BY_IDENTITY: dict[Any, Callable[[Any, Source | None], Value]] = {
     types.ModuleType: PythonModuleValue,
     type: ClassValue,
     functools._lru_cache_wrapper: CachedFunctionValue,
-    property: PropertyValue,
+    (property, types.GetSetDescriptorType, type(VARIABLE_FUNCTIONS)): PropertyValue,
     TYPE_FORMS: TypeFormValue,
     contextvars.ContextVar: ContextVariable,
 }
@@ -187,16 +187,19 @@ def _lazy_items(real: Any, source: Source | None) -> list[Any]:
 def _wrap_set(state: CaptureState, real: Any, source: Source | None) -> Value:
     cls: Any = set if isinstance(real, set) else frozenset
     members = list(cls.__iter__(real))
-    if not all(is_literal(item) or isinstance(item, type) or is_weak_reference(item) for item in members):
-        raise state.unsupported("set", "an existing set of other things than literals and classes")
+    known = (type, *_BUILTIN_CALLABLES)
+    if not all(is_literal(item) or isinstance(item, known) or is_weak_reference(item) for item in members):
+        raise state.unsupported(
+            "set", "an existing set of other things than literals, classes and functions in C"
+        )
     if source is not None:
         # The order too, in which equal sets may differ: texts show it, and loops follow it.
         shown = f"{source} holds {members!r}, in this order"
         state.guards.add([source], "[*{c0}.__iter__({0})] == {c1}", [cls, members], shown)
         if any(isinstance(item, (int, float, complex)) for item in members):
             # Numbers of different types may be equal.
-            kinds = frozenset((type(item), item) for item in members)
-            state.guards.add([source], "{c0}({0}) == {c1}", [_kinds_of, kinds], f"types of {source}")
+            constants = [_kinds_of, _kinds_of(members)]
+            state.guards.add([source], "{c0}({0}) == {c1}", constants, f"types of {source}")
     mirror = cls(real) if source is None or cls is frozenset else _SetOrder(members)
     places = [state.reference_source("member", m) if is_weak_reference(m) else None for m in members]
     held = {item: state.wrap(item, place) for item, place in zip(members, places, strict=True)}
@@ -277,6 +280,8 @@ def _wrap_object(state: CaptureState, real: Any, source: Source | None) -> Value
 
 
 def _wrap_tensor(state: CaptureState, real: torch.Tensor, source: Source | None) -> Value:
+    if is_asked(real):
+        return wrap_overriding(state, real, source)
     check_class(state, real)
     if source is None:
         raise state.unsupported("library-tensor", "a tensor that belongs to a library or a class")
@@ -335,14 +340,9 @@ def _wrap_function(state: CaptureState, real: types.FunctionType, source: Source
         name: state.wrap(value, owner and ItemSource(AttributeSource(owner, "__kwdefaults__"), name))
         for name, value in (real.__kwdefaults__ or {}).items()
     }
+    place = owner if source is None else source
     return FunctionValue(
-        real.__code__,
-        real.__globals__,
-        tuple(cells),
-        defaults,
-        keyword_defaults,
-        real,
-        owner if source is None else source,
+        real.__code__, real.__globals__, tuple(cells), defaults, keyword_defaults, real, place
     )
 
 
@@ -370,12 +370,11 @@ def wrap_cell(state: CaptureState, cell: types.CellType, source: Source | None) 
         assert isinstance(value, CellValue)
         state.guards.same(value.source, source)
         return value
-    try:
-        content: Any = LazyValue(cell.cell_contents, source and AttributeSource(source, "cell_contents"))
-    except ValueError:
-        content = None
-        if source is not None:
-            state.guards.add([source], "{c0}({0})", [is_empty_cell], f"{source} is empty")
+    content: Any = None
+    if not is_empty_cell(cell):
+        content = LazyValue(cell.cell_contents, source and AttributeSource(source, "cell_contents"))
+    elif source is not None:
+        state.guards.add([source], "{c0}({0})", [is_empty_cell], f"{source} is empty")
     value = CellValue(content, cell, source)
     state.known[id(cell)] = (cell, value)
     return value

@@ -63,7 +63,7 @@ def test_a_break_inside_is_plain():
     check_same(breaks, lambda: (torch.randn(3, 3), torch.tensor(1)), fullgraph=False)
 
 
-def test_other_modes_see_what_plain_python_calls():
+def test_modes_of_the_program_see_what_plain_python_calls():
     class Noting(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             seen.append(func)
@@ -78,7 +78,7 @@ def test_other_modes_see_what_plain_python_calls():
     x = torch.randn(3)
     assert torch.equal(gradsplit.compile(function, backend="eager")(x), x * 2 + 1)
     assert seen == [torch.Tensor.mul]
-    assert "torch-function-mode" in gradsplit.explain(function)(x).break_reasons[0].reason
+    assert not gradsplit.explain(function)(x).break_reasons
 
 
 class Noted(TorchFunctionMode):
@@ -103,9 +103,7 @@ class NotedOperators(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize(
-    ("mode", "reason"), [(Noted, "torch-function-mode"), (NotedOperators, "torch-dispatch-mode")]
-)
+@pytest.mark.parametrize(("mode", "reason"), [(Noted, None), (NotedOperators, "torch-dispatch-mode")])
 def test_modes_of_users_see_the_calls_of_plain_python(mode, reason, backend):
     def helper(x):
         return torch.sin(x) * x + 1
@@ -117,8 +115,11 @@ def test_modes_of_users_see_the_calls_of_plain_python(mode, reason, backend):
                 z = y.exp()
         return helper(y) * z
 
-    with pytest.raises(gradsplit.Unsupported, match=reason):
+    if reason is None:
         gradsplit.compile(program, fullgraph=True)(torch.ones(2), [])
+    else:
+        with pytest.raises(gradsplit.Unsupported, match=reason):
+            gradsplit.compile(program, fullgraph=True)(torch.ones(2), [])
     compiled = gradsplit.compile(program, backend=backend)
     around = gradsplit.compile(helper, backend=backend)
     for _ in range(2):

@@ -185,7 +185,7 @@ def _call_function_ex(frame: Frame, instruction: Instruction) -> None:
         pairs = mapping_pairs(frame.state, frame.pop())
         assert pairs is not None  # the instruction before it made a dictionary
         named = {key.hash_key(frame.state): item for key, item in pairs}
-    args = frame.state.items_of(frame.pop())
+    args = frame.state.items_of(frame.pop(), hinted=True)
     first, second = frame.pop_many(2)
     function = first if second is NULL else second
     frame.push(function.call(frame.state, args, named))

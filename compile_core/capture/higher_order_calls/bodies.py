@@ -24,7 +24,7 @@ from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.containers import SequenceValue
 from gradsplit.compile_core.capture.values.structures import map_parts
-from gradsplit.compile_core.capture.values.tensors import TensorValue, without_attributes
+from gradsplit.compile_core.capture.values.tensors import TensorValue, refuse_unseen, without_attributes
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.captured import InputKind
 from gradsplit.compile_core.ir.sources import Source
@@ -92,6 +92,7 @@ def _modes(state: CaptureState) -> Any:
 @contextmanager
 def body_graph(state: CaptureState) -> Iterator[BodyGraph]:
     """Operations go into a new graph inside the present one; nothing outside may change."""
+    refuse_unseen(state, "a function that becomes a graph")
     outer = state.graph
     before = _modes(state)
     state.graph = BodyGraph(outer)

@@ -15,7 +15,6 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from gradsplit.compile_core.capture.higher_order_calls import transform_nodes as nodes
 from gradsplit.compile_core.capture.higher_order_calls.bodies import body_argument, body_graph
 from gradsplit.compile_core.capture.object_model.functions import FunctionValue
 from gradsplit.compile_core.capture.values.base import CaptureState, PlainCall, Value
@@ -24,6 +23,7 @@ from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.containers import SequenceValue
 from gradsplit.compile_core.capture.values.mappings import DictValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.ir import transform_nodes as nodes
 from gradsplit.compile_core.torch_facts.bindings import broadcast_and_flatten
 
 

@@ -5,6 +5,7 @@ Where the stand-in for NumPy has no answer the graph ends, and NumPy itself goes
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,6 @@ import torch
 from torch.fx import Node
 
 from gradsplit.compile_core import config
-from gradsplit.compile_core.capture.numpy_arrays import numpy_calls
 from gradsplit.compile_core.capture.numpy_arrays.dtypes import (
     adjusted,
     checked_answer,
@@ -31,6 +31,7 @@ from gradsplit.compile_core.capture.values.containers import ListValue, Sequence
 from gradsplit.compile_core.capture.values.references import ReferenceValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue
 from gradsplit.compile_core.capture.values.view_copies import is_view_copy, memory_of, note_view_copy
+from gradsplit.compile_core.ir import numpy_calls
 from gradsplit.compile_core.ir.sources import ConvertedSource, Source
 
 _ARRAY_ATTRIBUTES = ("T", "real", "imag")
@@ -45,6 +46,7 @@ _METHODS = frozenset(
 NUMPY_FUNCTIONS = (np.ufunc, type(np.sum))
 
 
+@dataclass(eq=False, repr=False)
 class ArrayValue(Value):
     """An array, or a NumPy scalar, which counts as an array without dims. ``tensor`` stands for it in the graph.
 
@@ -52,18 +54,11 @@ class ArrayValue(Value):
     None for all others. With tensors torch takes either for the number that it is.
     """
 
-    def __init__(
-        self,
-        tensor: TensorValue,
-        source: Source | None = None,
-        cls: type = np.ndarray,
-        number: ConstantValue | None = None,
-    ) -> None:
-        self.tensor = tensor
-        self.source = source
-        self.cls = cls
-        self.number = number
-        self.real: Any = None
+    tensor: TensorValue
+    source: Source | None = None
+    cls: type = np.ndarray
+    number: ConstantValue | None = None
+    real: Any = field(default=None, init=False)
 
     @property
     def is_known(self) -> bool:

@@ -15,11 +15,11 @@ from gradsplit.compile_core.capture.numpy_arrays.arrays import (
     list_of,
     refuse_view_copy,
 )
-from gradsplit.compile_core.capture.numpy_arrays.numpy_calls import DTYPES, torch_numpy
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, answer_to, call_rule
 from gradsplit.compile_core.capture.values.containers import SequenceValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue, method_rule
+from gradsplit.compile_core.ir.numpy_calls import DTYPES, torch_numpy
 
 # Their results are Python values, types or indices, or they draw numbers from another generator than NumPy's.
 _NOT_MAPPED = frozenset(

@@ -38,7 +38,7 @@ from gradsplit.compile_core.capture.values.constants import (
     fold,
     is_folded,
 )
-from gradsplit.compile_core.capture.values.containers import SequenceValue
+from gradsplit.compile_core.capture.values.containers import SequenceValue, sequence_fields
 from gradsplit.compile_core.capture.values.references import ReferenceValue
 from gradsplit.compile_core.ir.sources import AttributeSource
 from gradsplit.compile_core.ir.wrapper_edges import call_of_class
@@ -194,6 +194,8 @@ class ClassValue(ReferenceValue):
             return make_exception(state, cls, args, kwargs)
         if issubclass(cls, tuple) and hasattr(cls, "_fields"):
             return self._make_named_tuple(state, args, kwargs)
+        if sequence_fields(cls):
+            return SequenceValue(list(state.items_of(args[0])), cls)
         if is_folded(cls):
             return fold(state, cls, args, kwargs)
         if is_wrapper_class(cls):
@@ -213,7 +215,7 @@ class ClassValue(ReferenceValue):
         """What ``__new__`` makes."""
         cls = self.real
         owner, entry = find_class_entry(state, cls, "__new__")
-        if isinstance(entry, staticmethod):
+        if isinstance(entry, staticmethod) or issubclass(cls, torch.Tensor):
             return self.get_attribute(state, "__new__").call(state, [self, *args], kwargs)
         if owner is object and (args or kwargs) and cls.__init__ is object.__init__:
             raise state.raise_exception(TypeError, f"{cls.__name__}() takes no arguments")

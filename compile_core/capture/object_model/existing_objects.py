@@ -3,6 +3,7 @@ callables with a rule."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 import weakref
@@ -19,6 +20,7 @@ from gradsplit.compile_core.capture.values.call_rules import CallRule, answer_to
 from gradsplit.compile_core.capture.values.constants import MethodOwner, is_none
 from gradsplit.compile_core.capture.values.references import ReferenceValue
 from gradsplit.compile_core.ir.sources import AttributeSource, CallSource, ItemSource, Source
+from gradsplit.compile_core.torch_facts.bindings import VARIABLE_FUNCTIONS
 
 
 class PythonModuleValue(ReferenceValue):
@@ -68,10 +70,12 @@ class PythonModuleValue(ReferenceValue):
 
 
 class PropertyValue(ReferenceValue):
-    """A property as an object, as its class gives it."""
+    """What has parts that stay: a property or an attribute of a class in C as an object, as its class gives it, and the
+    object that has torch's functions in C."""
 
     def get_attribute(self, state: CaptureState, name: str) -> Value:
-        if name in ("fget", "fset", "fdel", "__doc__"):
+        known = name in ("fget", "fset", "fdel", "__doc__", "__get__", "__set__")
+        if (known or self.real is VARIABLE_FUNCTIONS) and hasattr(self.real, name):
             return state.wrap(getattr(self.real, name), None)
         return super().get_attribute(state, name)
 
@@ -143,6 +147,11 @@ class CallableReferenceValue(MethodOwner, ReferenceValue):
         self.rule = rule
 
     def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        if state.overriding and state.is_overridable(self.real):
+            return state.through_overrides(self.real, args, kwargs, functools.partial(self._call, state))
+        return self._call(state, args, kwargs)
+
+    def _call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         if self.rule is None:
             raise state.unsupported(
                 "call-without-rule",

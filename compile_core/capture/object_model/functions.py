@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from dataclasses import dataclass, field
 from typing import Any
 
 from gradsplit.compile_core.capture.directives import DISABLED_BECAUSE, is_disabled
@@ -15,6 +16,7 @@ from gradsplit.compile_core.capture.values.mappings import DictValue
 from gradsplit.compile_core.ir.sources import AttributeSource, Source
 
 
+@dataclass(eq=False, repr=False)
 class CellValue(Value):
     """A closure cell: one variable that several functions share. ``content`` is None while it is empty.
 
@@ -23,15 +25,9 @@ class CellValue(Value):
 
     cls = types.CellType
 
-    def __init__(
-        self,
-        content: Value | LazyValue | None,
-        real: types.CellType | None = None,
-        source: Source | None = None,
-    ) -> None:
-        self.content = content
-        self.real = real
-        self.source = source
+    content: Value | LazyValue | None
+    real: types.CellType | None = None
+    source: Source | None = None
 
     def store(self, state: CaptureState, value: Value | None) -> None:
         self.content = value
@@ -53,32 +49,25 @@ def _called(callee: Value, state: CaptureState, *args: Value, **kwargs: Value) -
     return callee.call(state, [*args], kwargs)
 
 
+@dataclass(eq=False, repr=False)
 class FunctionValue(MethodOwner, AttributeOwner):
     """A Python function, existing or made in the frame."""
 
     cls = types.FunctionType
 
-    def __init__(
-        self,
-        code: types.CodeType,
-        scope: dict[str, Any],
-        closure: tuple[CellValue, ...],
-        defaults: list[Value],
-        keyword_defaults: dict[str, Value],
-        real: types.FunctionType | None = None,
-        source: Source | None = None,
-    ) -> None:
-        self.code = code
-        self.scope = scope
-        self.closure = closure
-        self.defaults = defaults
-        self.keyword_defaults = keyword_defaults
-        self.real = real
-        self.source = source
-        self.qualname: str = code.co_qualname if real is None else real.__qualname__
-        self.annotations: Value | None = None
-        self.changes: dict[str, Value] = {}
-        self.deleted: set[str] = set()
+    code: types.CodeType
+    scope: dict[str, Any]
+    closure: tuple[CellValue, ...]
+    defaults: list[Value]
+    keyword_defaults: dict[str, Value]
+    real: Any = None
+    source: Source | None = None
+    annotations: Value | None = field(default=None, init=False)
+    changes: dict[str, Value] = field(default_factory=dict, init=False)
+    deleted: set[str] = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
+        self.qualname: str = self.code.co_qualname if self.real is None else self.real.__qualname__
 
     def describe(self) -> str:
         return f"the function {self.qualname}"

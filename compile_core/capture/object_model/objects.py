@@ -60,6 +60,8 @@ def bind_class_entry(
         return BoundMethodValue(state.wrap(entry, None), owner_value)
     if _acts_as(entry, functools.cached_property):
         return _compute_once(state, owner_value, owner, name, entry)
+    if isinstance(entry, types.GetSetDescriptorType) and isinstance(owner_value, InstanceValue):
+        return owner_value.read_in_c(state, name)
     if hasattr(type(entry), "__get__"):
         args = [owner_value, state.wrap(cls, None)]
         found = call_descriptor(state, owner, name, entry, "__get__", args)
@@ -190,6 +192,10 @@ class InstanceValue(AttributeOwner):
             return found
         self.guard_absent(state, name)
         return None if owner is None else bind_class_entry(state, self, cls, owner, name, entry)
+
+    def read_in_c(self, state: CaptureState, name: str) -> Value:
+        """An attribute that a class in C has for each object."""
+        raise state.unsupported("descriptor", f"{name!r} of {self.describe()}, which is written in C")
 
     def dict_source(self) -> Source | None:
         if self.source is None or self.real is None or not self.cls.__dictoffset__:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
@@ -27,6 +28,7 @@ from gradsplit.compile_core.ir.sources import Source
 _EXAMPLE = 0.375
 
 
+@dataclass(eq=False, repr=False)
 class ScalarValue(Value):
     """A number in the graph. ``example`` has its type; its value is made up.
 
@@ -34,17 +36,10 @@ class ScalarValue(Value):
     yet, of the CPU at ``source``, which is the price of a guard, or made of ones or zeros in the frame.
     """
 
-    def __init__(
-        self,
-        node: fx.Node,
-        example: float | int,
-        value: float | int | None = None,
-        source: Source | None = None,
-    ) -> None:
-        self.node = node
-        self.example = example
-        self.value = value
-        self.source_of_value = source
+    node: fx.Node
+    example: float | int
+    value: float | int | None = None
+    source_of_value: Source | None = None
 
     def python_type(self) -> type:
         return type(self.example)

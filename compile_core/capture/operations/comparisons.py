@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import operator
 import types
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import (
     compare_open,
 )
 from gradsplit.compile_core.capture.operations.special_methods import (
+    asking_torch,
     of_metaclass,
     plain_content,
     special_method,
@@ -48,6 +50,14 @@ COMPARE: dict[str, tuple[Callable[..., Any], str, str]] = {
 
 def compare(state: CaptureState, symbol: str, left: Value, right: Value) -> Value:
     """``left symbol right`` for one of COMPARE."""
+    function, *methods = COMPARE[symbol]
+    if state.overriding:
+        run = functools.partial(_compare, state, symbol)
+        return asking_torch(state, function, methods, [left, right], run)
+    return _compare(state, symbol, left, right)
+
+
+def _compare(state: CaptureState, symbol: str, left: Value, right: Value) -> Value:
     function, method, reflected = COMPARE[symbol]
     left, right = left.settle(state), right.settle(state)
     array = operate(state, function, left, right)
@@ -189,7 +199,8 @@ def equal(state: CaptureState, left: Value, right: Value) -> bool:
         return False
     if isinstance(left, plain) and isinstance(right, plain) and type(left) is not type(right):
         return False
-    if all(side.python_type().__eq__ is object.__eq__ for side in (left, right)):
+    kinds = [side.python_type() for side in (left, right)]
+    if all(map(_has_identity, kinds)) and not all(issubclass(kind, _BOUND_IN_C) for kind in kinds):
         return is_same(state, left, right)
     raise _unknown(state, left, right)
 
@@ -213,7 +224,11 @@ def _equal_references(state: CaptureState, left: ReferenceValue, right: Referenc
 
 def _compares_by_identity(value: OpaqueValue | ReferenceValue) -> bool:
     """Whether ``==`` between this and an object of another kind asks nothing but whether they are one object."""
-    return value.python_type().__eq__ is object.__eq__ or isinstance(value.real, _BOUND_IN_C)
+    return _has_identity(type(value.real))
+
+
+def _has_identity(cls: type) -> bool:
+    return cls.__eq__ is object.__eq__ or issubclass(cls, _BOUND_IN_C)
 
 
 def _unknown(state: CaptureState, left: Value, right: Value) -> Unsupported:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import (
 )
 from gradsplit.compile_core.capture.operations.special_methods import (
     StandIn,
+    asking_torch,
     is_not_implemented,
     of_metaclass,
     plain_content,
@@ -52,6 +54,15 @@ UNARY: dict[str, tuple[Callable[..., Any], str]] = {
 
 def binary(state: CaptureState, symbol: str, left: Value, right: Value) -> Value:
     """``left symbol right`` for one of BINARY or IN_PLACE."""
+    if state.overriding:
+        function, *methods = BINARY[symbol.rstrip("=")]
+        methods.append(f"__i{methods[0][2:]}")
+        run = functools.partial(_binary, state, symbol)
+        return asking_torch(state, IN_PLACE.get(symbol, function), methods, [left, right], run)
+    return _binary(state, symbol, left, right)
+
+
+def _binary(state: CaptureState, symbol: str, left: Value, right: Value) -> Value:
     written = symbol
     if symbol in IN_PLACE:
         changed = _in_place(state, symbol, left, right)
@@ -207,6 +218,13 @@ def negation(state: CaptureState, operand: Value) -> Value:
 
 
 def unary(state: CaptureState, symbol: str, operand: Value) -> Value:
+    function, method = UNARY[symbol]
+    if state.overriding:
+        return asking_torch(state, function, [method], [operand], functools.partial(_unary, state, symbol))
+    return _unary(state, symbol, operand)
+
+
+def _unary(state: CaptureState, symbol: str, operand: Value) -> Value:
     function, method = UNARY[symbol]
     array = operate(state, function, operand)
     if array is not None:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
 from gradsplit.compile_core.capture.object_model.class_entries import find_class_entry
 from gradsplit.compile_core.capture.object_model.classes import OWN_OF_PYTHON, ClassValue
+from gradsplit.compile_core.capture.object_model.libraries import is_library_object
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue, bind_class_entry
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.constants import ConstantValue
@@ -49,6 +55,22 @@ def special_method(
         if result is not None and not is_not_implemented(result):
             return result
     return None
+
+
+def asking_torch(
+    state: CaptureState,
+    function: Any,
+    methods: Sequence[str],
+    operands: list[Value],
+    run: Callable[..., Value],
+) -> Value:
+    """``run`` of the operands of an operator, before which torch may ask others: of a tensor, for which no class of the
+    program has one of these methods."""
+    kinds = [kind for kind in (side.python_type() for side in operands) if issubclass(kind, torch.Tensor)]
+    owners = [find_class_entry(state, kind, name)[0] for kind in kinds for name in methods]
+    if kinds and all(owner is None or is_library_object(owner) for owner in owners):
+        return state.through_overrides(function, operands, {}, lambda given, named: run(*given))
+    return run(*operands)
 
 
 def plain_content(value: Value) -> Value | None:

@@ -35,7 +35,7 @@ from gradsplit.compile_core.capture.values.tensors import METHOD_RULES, TensorVa
 
 @answer_to(len)
 def _len(state: CaptureState, value: Value) -> Any:
-    if isinstance(value, TensorValue) and value.fake.dim():
+    if isinstance(value, TensorValue) and value.fake.dim() and not state.modes_see:
         return state.from_constant(value.fake.shape[0])
     return ConstantValue(value.length(state))
 
@@ -108,7 +108,7 @@ def _object_init(state: CaptureState, args: list[Value], kwargs: dict[str, Value
 def _tuple(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     if args and isinstance(args[0], SequenceValue) and args[0].cls is tuple:
         return args[0]
-    return SequenceValue(list(state.items_of(args[0])) if args else [], tuple)
+    return SequenceValue(list(state.items_of(args[0], hinted=True)) if args else [], tuple)
 
 
 def _truth(state: CaptureState, value: Value | None) -> Any:
@@ -125,7 +125,9 @@ def _new_set(state: CaptureState, cls: type, iterable: Value | None) -> Value:
 answers(
     {
         bool: lambda state, value=None: _truth(state, value),
-        list: lambda state, iterable=None: ListValue([] if iterable is None else [*state.items_of(iterable)]),
+        list: lambda state, iterable=None: ListValue(
+            [] if iterable is None else [*state.items_of(iterable, hinted=True)]
+        ),
         set: lambda state, iterable=None: _new_set(state, set, iterable),
         frozenset: lambda state, iterable=None: _new_set(state, frozenset, iterable),
         typing.cast: lambda state, typ, val: val,

@@ -11,6 +11,7 @@ from typing import Any
 
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue
 from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, Value
+from gradsplit.compile_core.capture.values.call_rules import CALL_RULES
 from gradsplit.compile_core.capture.values.constants import ConstantValue, is_literal
 from gradsplit.compile_core.capture.values.references import ReferenceValue
 
@@ -22,6 +23,9 @@ class CachedFunctionValue(ReferenceValue):
         return f"the cached function {self.real.__qualname__}"
 
     def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        rule = CALL_RULES.get(self.real)
+        if rule is not None:
+            return rule(state, args, kwargs)
         real_args = [self._known(state, argument) for argument in args]
         real_kwargs = {name: self._known(state, argument) for name, argument in kwargs.items()}
         try:

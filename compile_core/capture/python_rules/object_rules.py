@@ -7,6 +7,8 @@ import operator
 import sys
 from typing import Any
 
+import torch
+
 from gradsplit.compile_core.capture.numpy_arrays.arrays import operate
 from gradsplit.compile_core.capture.object_model.classes import ClassValue
 from gradsplit.compile_core.capture.object_model.existing_objects import PythonModuleValue
@@ -20,7 +22,7 @@ from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRul
 from gradsplit.compile_core.capture.values.constants import ConstantValue, fold
 from gradsplit.compile_core.capture.values.containers import ListValue
 from gradsplit.compile_core.capture.values.hash_keys import ComputedKey, IdentityValue
-from gradsplit.compile_core.capture.values.tensors import METHOD_RULES, TensorValue
+from gradsplit.compile_core.capture.values.tensors import METHOD_RULES, TensorValue, refuse_unseen
 
 answer_to(id)(lambda state, value: IdentityValue(value))
 
@@ -102,6 +104,7 @@ def _of_objects(state: CaptureState, function: Any, args: list[Value]) -> Value 
 
 def _of_tensors(state: CaptureState, function: Any, args: list[Value]) -> Value | None:
     if function in (int, float) and isinstance(args[0], TensorValue):
+        refuse_unseen(state, function)
         rule = METHOD_RULES.get(f"__{function.__name__}__")
         found = None if rule is None else rule(state, args[0])
         if found is None:
@@ -110,8 +113,8 @@ def _of_tensors(state: CaptureState, function: Any, args: list[Value]) -> Value 
         return found
     if function is int and len(args) == 1:
         return whole_number(state, args[0])
-    if function is abs and isinstance(args[0], TensorValue):
-        return state.call_tensor_op("call_method", "abs", args, {})
+    if function is abs and issubclass(args[0].python_type(), torch.Tensor):
+        return args[0].call_method(state, "abs", [], {})
     if function is pow and any(isinstance(argument, TensorValue) for argument in args):
         return operators.binary(state, "**", *args)
     return operate(state, operator.abs, *args) if function is abs else None

@@ -1,7 +1,7 @@
-"""Modes that see every call of torch's functions: the one by which masks and scores of attention index tensors.
+"""Modes that see every call of torch's functions; what those of the program answer is in ``function_overrides``.
 
-Under it ``tensor[i]`` with a tensor ``i`` without dims takes no number out of ``i``, which ``vmap`` could not. Any
-other mode ends the graph: what it is shown are the calls of plain Python.
+Under the one by which masks and scores of attention index tensors, ``tensor[i]`` with a tensor ``i`` without dims takes
+no number out of ``i``, which ``vmap`` could not.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ _BY_TENSORS = ("torch._dynamo._trace_wrapped_higher_order_op", "TransformGetItem
 @answer_to(push_function_mode)
 def _push(state: CaptureState, mode: Value) -> Any:
     cls = mode.python_type()
-    if (cls.__module__, cls.__qualname__) != _BY_TENSORS:
-        raise state.unsupported(
-            "torch-function-mode", f"{mode.describe()}, which sees every call of torch's functions"
-        )
-    state.function_modes.append((mode, _index_by_tensors))
-    return ConstantValue(None)
+    read = _index_by_tensors if (cls.__module__, cls.__qualname__) == _BY_TENSORS else None
+    if any((other is None) != (read is None) for _, other in state.function_modes):
+        raise state.unsupported("torch-function-mode", f"{mode.describe()} beside a mode of another kind")
+    state.function_modes.append((mode, read))
+    state.overriding = True
 
 
 @answer_to(TorchDispatchMode.__enter__)

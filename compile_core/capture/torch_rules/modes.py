@@ -15,6 +15,7 @@ from gradsplit.compile_core.capture.torch_rules.global_state import autocast_sta
 from gradsplit.compile_core.capture.values.base import CaptureState, Value, constants_of
 from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, answer_to, call_rule
 from gradsplit.compile_core.capture.values.constants import DEVICE_CONTEXT, ConstantValue, MethodOwner, fold
+from gradsplit.compile_core.capture.values.tensors import refuse_unseen
 from gradsplit.compile_core.torch_facts.thread_state import enter_autocast, exit_autocast, set_grad_enabled
 from gradsplit.compile_core.torch_facts.torch_switches import SWITCHES
 
@@ -23,8 +24,11 @@ class ModeValue(MethodOwner):
     """A context manager of torch."""
 
     cls: type
+    is_unseen = False
 
     def do___enter__(self, state: CaptureState) -> Value:
+        if not self.is_unseen:
+            refuse_unseen(state, self.describe())
         self.enter(state)
         return self
 
@@ -50,6 +54,7 @@ def set_grad_mode(state: CaptureState, enabled: bool) -> None:
 @contextlib.contextmanager
 def grad_mode(state: CaptureState, enabled: bool) -> Iterator[None]:
     """Inside, what the program does is done with gradients, or without."""
+    refuse_unseen(state, "a change of grad mode")
     before = torch.is_grad_enabled()
     set_grad_mode(state, enabled)
     try:
@@ -194,6 +199,7 @@ class DefaultDevice(ModeValue):
 
 
 def _enter_device(state: CaptureState, device: torch.device) -> Value:
+    refuse_unseen(state, "a default device")
     DefaultDevice(device).enter(state)
     return ConstantValue(device)
 

@@ -15,7 +15,7 @@ import torch
 from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import SymbolicInt, is_of_data
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.call_rules import DATA_DEPENDENT_RULES
-from gradsplit.compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.capture.values.constants import ConstantValue, is_none
 from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue, SliceValue
 from gradsplit.compile_core.capture.values.tensors import METHOD_RULES, TensorValue
 from gradsplit.compile_core.capture.values.view_copies import note_view_copy, stored_back
@@ -77,7 +77,7 @@ def _with_numbers(state: CaptureState, part: Any, size: Any) -> Any:
     read: list[Any] = [
         METHOD_RULES["__index__"](state, end) if _is_number(end) else end for end in part.parts
     ]
-    if None in read or not _is_none(read[2]):
+    if None in read or not is_none(read[2]):
         return part
     places: list[Any] = [
         end.number if isinstance(end, SymbolicInt) else end.as_constant() for end in read[:2]
@@ -113,7 +113,7 @@ def _store(
         place = found
     # Integers take their dim away; of what is left, None has a dim that took none.
     kept = [
-        0 if _is_int(part) else 1 if _is_none(part) else dim for part, dim in zip(parts, dims, strict=True)
+        0 if _is_int(part) else 1 if is_none(part) else dim for part, dim in zip(parts, dims, strict=True)
     ]
     places: list[Any] = [ConstantValue(None)] * place.fake.dim()
     for part, dim in zip(parts, _positions(kept), strict=True):
@@ -145,7 +145,7 @@ def _dims_taken(tensor: TensorValue, parts: list[Any]) -> list[int] | None:
     for part in parts:
         if isinstance(part, TensorValue):
             taken.append(part.fake.dim() if part.fake.dtype in _MASKS else 1)
-        elif _is_none(part) or _is_bool(part):
+        elif is_none(part) or _is_bool(part):
             taken.append(0)
         elif _is_int(part) or isinstance(part, SliceValue):
             taken.append(1)
@@ -185,7 +185,3 @@ def _is_int(part: Any) -> bool:
 
 def _is_bool(part: Any) -> bool:
     return isinstance(part, ConstantValue) and part.python_type() is bool
-
-
-def _is_none(part: Any) -> bool:
-    return isinstance(part, ConstantValue) and part.python_type() is type(None)

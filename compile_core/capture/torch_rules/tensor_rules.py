@@ -29,7 +29,8 @@ _METADATA_CHANGES = (
 
 def _is_own(state: CaptureState, tensor: TensorValue) -> bool:
     """Whether the graph under construction made the tensor: nobody outside knows its metadata yet."""
-    return tensor.node.op != "placeholder" and tensor.node.graph is state.graph.graph
+    own = tensor.node.op != "placeholder" and tensor.node.graph is state.graph.graph
+    return own and not tensor.is_shared
 
 
 def _change(

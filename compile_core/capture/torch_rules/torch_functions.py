@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import types
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ from gradsplit.compile_core.capture.values.call_rules import (
     CALL_RULES,
     CallRule,
     answer_to,
+    call_rule,
     fold_rule,
 )
-from gradsplit.compile_core.capture.values.constants import ConstantValue
-from gradsplit.compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.capture.values.constants import ConstantValue, as_value
+from gradsplit.compile_core.capture.values.containers import SequenceValue
+from gradsplit.compile_core.capture.values.tensors import TensorValue, refuse_unseen
 from gradsplit.compile_core.torch_facts.bindings import NATIVE_SCOPES, assert_function, is_scripting
 from gradsplit.compile_core.torch_facts.thread_state import (
     get_tracing_state,
@@ -100,6 +103,9 @@ def find_torch_rule(function: Any) -> CallRule | None:
     """The rule of a torch callable, None where there is none."""
     if function in CALL_RULES:
         return CALL_RULES[function]
+    described = getattr(function, "__self__", None)
+    if isinstance(function, types.MethodWrapperType) and isinstance(described, types.GetSetDescriptorType):
+        return _ATTRIBUTE_RULES[function.__name__](described.__name__)
     if is_tensor_function(function) or isinstance(function, _OPERATORS):
         return tensor_function_rule(function)
     if isinstance(function, (types.MethodDescriptorType, types.WrapperDescriptorType)):
@@ -109,13 +115,35 @@ def find_torch_rule(function: Any) -> CallRule | None:
     return None
 
 
+# ``torch.Tensor.shape.__get__`` called as a function, as classes that answer for functions do.
+_ATTRIBUTE_RULES: dict[str, Callable[[str], CallRule]] = {
+    "__get__": lambda name: lambda state, args, kwargs: args[0].get_attribute(state, name),
+    "__set__": lambda name: lambda state, args, kwargs: as_value(args[0].set_attribute(state, name, args[1])),
+}
+
+
 _PURE = (
     *(torch.promote_types, torch.can_cast, torch.broadcast_shapes),
-    *(torch.device, torch.Size, torch.Size.numel),
+    torch.Size.numel,
 )
 
 
 CALL_RULES.update({function: fold_rule(function) for function in _PURE})
+
+
+@call_rule(torch.device)
+def _device(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    refuse_unseen(state, torch.device)
+    return fold_rule(torch.device)(state, args, kwargs)
+
+
+@answer_to(torch.Size)
+def _size(state: CaptureState, sizes: Value) -> Value:
+    items = state.items_of(sizes)
+    if any(item.python_type() is not int for item in items):
+        return fold_rule(torch.Size)(state, [sizes], {})
+    return SequenceValue([*items], torch.Size)
+
 
 # Global state that every check guards, so its value at capture (with the captured changes) is the answer.
 _STATE_QUERIES = (
@@ -129,9 +157,6 @@ CALL_RULES.update({function: fold_rule(function) for function in _STATE_QUERIES}
 for _function in (
     is_scripting,
     *(getattr(torch.jit, name) for name in ("is_scripting", "is_tracing")),
-    torch.overrides.has_torch_function,
-    torch.overrides.has_torch_function_unary,
-    torch.overrides.has_torch_function_variadic,
 ):
     answer_to(_function)(lambda state, *args, **kwargs: False)
 

@@ -309,8 +309,13 @@ class CaptureState:
         self.decisions_by_draws: dict[Source, Any] = {}
         # Existing iterators that a copy tells the items of.
         self.live_iterators: list[Any] = []
-        # Modes of torch that see every call of its functions, with what each makes of reading an item of a tensor.
-        self.function_modes: list[tuple[Value, Callable[[CaptureState, Any, Value], Value | None]]] = []
+        # Modes that see every call of torch's functions, with what torch's own makes of reading an item of a tensor.
+        self.function_modes: list[
+            tuple[Value, Callable[[CaptureState, Any, Value], Value | None] | None]
+        ] = []
+        # Whether anything may be asked in the place of torch's functions, and how often it was said not to ask classes.
+        self.overriding = False
+        self.functions_disabled = 0
         # Whether the captured function is what goes on behind a graph break.
         self.is_continuation = False
         # The paths of the modules whose calls run, outermost first.
@@ -334,6 +339,11 @@ class CaptureState:
         return config.capture_scalar_outputs or (
             unasked and self.data_reads.may_stay(self.frames[-1].place())
         )
+
+    @property
+    def modes_see(self) -> bool:
+        """Whether a mode of the program sees each call of torch's functions."""
+        return bool(self.function_modes) and self.function_modes[-1][1] is None
 
     def calling_module(self) -> str:
         """The name of the Python module whose code runs now."""
@@ -370,10 +380,12 @@ class CaptureState:
         """The exception whose handler runs: of this frame, or of one that called it."""
         return next((frame.handled[-1] for frame in reversed(self.frames) if frame.handled), None)
 
-    def items_of(self, value: Value) -> list[Value]:
-        """All items of an iterable."""
+    def items_of(self, value: Value, hinted: bool = False) -> list[Value]:
+        """All items of an iterable; ``hinted`` by who asks for the length, too, as ``list`` does."""
         items = []
         iterator = value.iterate(self)
+        if hinted and self.overriding and issubclass(value.python_type(), torch.Tensor):
+            value.length(self)
         while (item := iterator.advance(self)) is not None:
             items.append(item)
         return items
@@ -412,6 +424,9 @@ class CaptureState:
     class_attribute: Callable[[Value, str], Value]
     # Record an operation on tensors: call_function or call_method, the target, arguments, keywords.
     call_tensor_op: Callable[[str, Any, list[Value], dict[str, Value]], Value]
+    # Whether torch may ask a class or a mode before this function; a call of one, and what it does if none is asked.
+    is_overridable: Callable[[Any], bool]
+    through_overrides: Callable[[Any, list[Value], dict[str, Value], Callable[..., Any]], Any]
     # Record a call whose arguments are nodes already; a function after these computes its example in its stead.
     call_tensor_nodes: Callable[..., Value]
     # Take the truth of a tensor or a comparison for granted, with a check in the graph; False where no graph has room

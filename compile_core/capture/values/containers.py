@@ -202,7 +202,7 @@ class ListValue(SequenceValue):
         self.put(state, [item])
 
     def do_extend(self, state: CaptureState, items: Value) -> None:
-        self.put(state, list(state.items_of(items)))
+        self.put(state, list(state.items_of(items, hinted=True)))
 
     def repeat(self, state: CaptureState, times: Value) -> Value:
         count = fold(state, operator.index, [times], {}).as_constant()

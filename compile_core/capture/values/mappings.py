@@ -17,6 +17,7 @@ from gradsplit.compile_core.capture.values.containers import (
     WatchingIterator,
 )
 from gradsplit.compile_core.capture.values.hash_keys import ComputedKey, IdentityValue
+from gradsplit.compile_core.capture.values.references import ReferenceValue
 from gradsplit.compile_core.ir.sources import EntrySource, KeySource, KeysSource
 
 
@@ -71,9 +72,12 @@ class DictValue(ContainerValue):
             if key_value.source is None:
                 self.guard_keys(state)
                 key_value = self.entries[key][0]
-            if key_value.source is None:
+            place = key_value.source
+            if place is None and isinstance(key_value, ReferenceValue):
+                place = state.reference_source("key", key)  # of a library, and the same at each call
+            if place is None:
                 raise state.unsupported("dict-key", f"a dictionary key of type {type(key).__name__}")
-            item = LazyValue(item.real, EntrySource(self.source, key_value.source))
+            item = LazyValue(item.real, EntrySource(self.source, place))
         real = state.realize(item)
         self.entries[key] = (key_value, real)
         return real

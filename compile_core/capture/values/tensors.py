@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,6 +49,35 @@ _DENIED_METHODS = frozenset(
 )
 
 
+def refuse_unseen(state: CaptureState, what: object) -> None:
+    """Where a mode of the program would see more, or other, calls than the capture makes."""
+    if state.modes_see:
+        raise state.unsupported("torch-function-mode", f"{what} under a mode that sees torch's functions")
+
+
+def _through(function: Any) -> Callable[[Any], Any]:
+    """For a method of a tensor's value that does what this function does, before which torch may ask others."""
+
+    def decorate(method: Any) -> Any:
+        @functools.wraps(method)
+        def run(tensor: TensorValue, state: CaptureState, *args: Any) -> Any:
+            if not state.overriding:
+                return method(tensor, state, *args)
+
+            def plain(given: list[Any], kwargs: dict[str, Value]) -> Any:
+                names = [argument for argument in args if isinstance(argument, str)]
+                return method(tensor, state, *names, *given[1 + len(names) :])
+
+            given = [ConstantValue(argument) if isinstance(argument, str) else argument for argument in args]
+            found = state.through_overrides(function, [tensor, *given], {}, plain)
+            return None if function in (setattr, operator.setitem) else found
+
+        return run
+
+    return decorate
+
+
+@dataclass(eq=False, repr=False)
 class TensorValue(Value):
     """A tensor: ``node`` in the graph, ``fake`` for its metadata.
 
@@ -55,22 +85,19 @@ class TensorValue(Value):
     attributes that were stored in the frame.
     """
 
-    def __init__(
-        self,
-        node: fx.Node,
-        fake: torch.Tensor,
-        cls: type,
-        source: Source | None = None,
-        real: torch.Tensor | None = None,
-    ) -> None:
-        self.node = node
-        self.fake = fake
-        self.cls = cls
-        self.source = source
-        self.real = real
-        self.changes: dict[str, Value] = {}
+    node: fx.Node
+    fake: torch.Tensor
+    cls: type
+    source: Source | None = None
+    real: torch.Tensor | None = None
+    changes: dict[str, Value] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
         # The version of the data after the last operation that returned this tensor.
-        self.version = fake._version
+        self.version = self.fake._version
+
+    # Whether it lies in another object of the program, too, of a class that answers functions.
+    is_shared = False
 
     def describe(self) -> str:
         return f"the tensor {self.source or self.node.name}"
@@ -82,6 +109,7 @@ class TensorValue(Value):
         return self if self.real is None else self.real
 
     def truth(self, state: CaptureState) -> bool:
+        refuse_unseen(state, "a decision by a tensor")
         known = METHOD_RULES["__bool__"](state, self)
         if known is not None:
             return known.truth(state)
@@ -91,6 +119,7 @@ class TensorValue(Value):
             "use torch.where, or keep the branch out of the compiled function",
         )
 
+    @_through(getattr)
     def get_attribute(self, state: CaptureState, name: str) -> Value:
         if name in own_names(self.cls):
             return self._of_subclass(state, name)
@@ -117,6 +146,7 @@ class TensorValue(Value):
             )
         return state.class_attribute(self, name)
 
+    @_through(setattr)
     def set_attribute(self, state: CaptureState, name: str, value: Value) -> None:
         store = ATTRIBUTE_STORES.get(name)
         if store is not None:
@@ -132,6 +162,16 @@ class TensorValue(Value):
     ) -> Value:
         if not hasattr(torch.Tensor, name) or name in own_names(self.cls):
             return self.get_attribute(state, name).call(state, args, kwargs)
+        if not state.overriding:
+            return self._call_method(state, name, args, kwargs)
+        return state.through_overrides(
+            getattr(torch.Tensor, name), [self, *args], kwargs,
+            lambda given, named: self._call_method(state, name, given[1:], named),
+        )  # fmt: skip
+
+    def _call_method(
+        self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
+    ) -> Value:
         if name in _METADATA_METHODS:
             return fold(state, getattr(self.fake, name), args, kwargs)
         if name == "type" and not args and not kwargs:
@@ -152,22 +192,27 @@ class TensorValue(Value):
         return state.call_tensor_op("call_method", name, [self, *args], kwargs)
 
     def iterate(self, state: CaptureState) -> Value:
+        if state.modes_see:
+            return state.wrap(torch.Tensor.__iter__, None).call(state, [self], {})
         if self.fake.dim() == 0:
             raise state.raise_exception(TypeError, "iteration over a 0-d tensor")
         return state.call_tensor_op("call_method", "unbind", [self, ConstantValue(0)], {}).iterate(state)
 
     def length(self, state: CaptureState) -> int:
+        refuse_unseen(state, "the length of a tensor")
         if self.fake.dim() == 0:
             raise state.raise_exception(TypeError, "len() of a 0-d tensor")
         return int(self.fake.shape[0])
 
+    @_through(operator.getitem)
     def get_item(self, state: CaptureState, key: Value) -> Value:
         for _, read in reversed(state.function_modes):
-            found = read(state, self, key)
+            found = None if read is None else read(state, self, key)
             if found is not None:
                 return found
         return state.call_tensor_op("call_function", operator.getitem, [self, key], {})
 
+    @_through(operator.setitem)
     def set_item(self, state: CaptureState, key: Value, value: Value) -> None:
         state.call_tensor_op("call_function", operator.setitem, [self, key, value], {})
 
