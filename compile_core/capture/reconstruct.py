@@ -47,7 +47,7 @@ from gradsplit.compile_core.capture.values.tensors import TensorValue
 from gradsplit.compile_core.capture.values.view_copies import check_view_copies
 from gradsplit.compile_core.ir import data_checks
 from gradsplit.compile_core.ir.captured import RunnerCode
-from gradsplit.compile_core.ir.sources import variable_of
+from gradsplit.compile_core.ir.sources import AttributeSource, variable_of
 from gradsplit.compile_core.torch_facts.thread_state import set_grad_enabled
 from gradsplit.compile_core.torch_facts.torch_switches import preserved_switches
 
@@ -344,7 +344,7 @@ class RunnerWriter(SourceWriter):
         lines = [*self.lines, *self._effects, *self.late, *last_lines]
         is_checked = data_checks.has_checks(self.state.graph.graph)
         if has_graph and writes_inputs and not is_checked:
-            lines = [*self._call_graph(), *lines]
+            lines = [*self._free_gradients(), *self._call_graph(), *lines]
         elif has_graph:
             noted, only_checks, went_back = [], [], []
             if is_checked:
@@ -370,6 +370,16 @@ class RunnerWriter(SourceWriter):
         text = f"def run({', '.join(['graph', 'inputs', *names])}):\n{body}\n"
         result_lines = (*self.lines, *self.late, *last_lines[-1:])
         return RunnerCode(text, self.constants, result_lines, tuple(self._changes))
+
+    def _free_gradients(self) -> list[str]:
+        """Where the call is not made again, whatever is raised, old gradients need not lie in memory beside the new."""
+        used = [record.node for record in self.state.graph.records if record.node.users]
+        freed = [
+            used.index(leaf.node)
+            for leaf in self.state.effects.freed_gradients
+            if leaf.node in used and AttributeSource(leaf.source, "grad") not in self._read
+        ]
+        return [f"for place in {freed}: inputs[place].grad = None"] if freed else []
 
     def _call_graph(self) -> list[str]:
         """The call of the graph. What it turns is turned back by nodes of it, which do not run where another raises."""

@@ -506,6 +506,21 @@ def test_hooks_that_come_later(method):
     check(lambda x: x.sin().sum().backward(), lambda: (leaf(3),), afterwards=late, breaks="hooks")
 
 
+def handed_on(model, x):
+    """The old gradient is let go of by the parameter, but not by the program."""
+    old = model.weight.grad
+    model.zero_grad()
+    model(x).square().sum().backward()
+    with torch.no_grad():
+        model.weight.sub_(model.weight.grad, alpha=0.1)
+    return old
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_old_gradient_is_handed_on(backend):
+    check(handed_on, lambda: (nn.Linear(4, 2), torch.randn(5, 4)), backend=backend, calls=4)
+
+
 def hook_between(x, again):
     y = x * x
     y.register_hook(lambda gradient: gradient * 3)

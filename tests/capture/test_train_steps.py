@@ -4,6 +4,7 @@ the second step nothing is captured any more."""
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -100,6 +101,26 @@ def test_train_steps_beside_torch_compile():
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
     compiled = check_training(train, OPTIMIZERS["adam"])
     assert not break_reasons(compiled)
+
+
+def test_old_gradients_are_gone_when_a_step_computes_new_ones():
+    alive = []
+
+    def backend(graph, inputs):
+        def run(*given):
+            alive.append([old() is not None for old in olds])
+            return graph(*given)
+
+        return run
+
+    run = Run(OPTIMIZERS["sgd"])
+    compiled = gradsplit.compile(train, backend=backend)
+    olds: list[Any] = []
+    for batch in run.batches[:4]:
+        compiled(run, batch)
+        olds[:] = [weakref.ref(parameter.grad) for parameter in run.model.parameters()]
+    assert len(compiled.entries) == 2
+    assert not any(alive[-1]) and len(alive[-1]) == len(olds)
 
 
 def mixed_precision(run, batch):

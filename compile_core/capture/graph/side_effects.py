@@ -29,6 +29,8 @@ class SideEffects:
         self.classes: dict[tuple[type, str], Value] = {}
         # Warnings and records of logs: functions with their arguments, in the order of the calls.
         self.messages: list[tuple[Callable[..., None], Sequence[Value]]] = []
+        # Leaves whose old gradients the program lets go of before a backward stores new ones.
+        self.freed_gradients: list[Value] = []
         self._body_began: int | None = None
 
     @contextmanager

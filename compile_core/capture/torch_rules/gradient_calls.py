@@ -99,6 +99,8 @@ def _backward(
                 own = _copy_like(state, leaf, gradient)
             elif sharing[memory[id(gradient)]] > 1:
                 raise call.refused("that lie in the memory of one another, or of what they come of")
+            if leaf.real is not None and leaf.real.grad is not None:
+                state.effects.freed_gradients.append(leaf)
             leaf.changes["grad"] = own
             state.effects.attribute_changed(leaf, "grad")
 
