@@ -480,9 +480,8 @@ def _specialised(arguments: Any) -> Any:
 
 
 def is_fake(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and all(
-        isinstance(inner, FakeTensor) for inner in inner_tensors(value)
-    )
+    inner = inner_tensors(value) if isinstance(value, torch.Tensor) else [value]
+    return all(isinstance(each, FakeTensor) for each in inner)
 
 
 def _input_name(source: Source, kind: InputKind) -> str:
