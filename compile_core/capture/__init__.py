@@ -2,8 +2,6 @@
 
 from gradsplit.compile_core.capture.capture_frame import argument_names, capture
 from gradsplit.compile_core.capture.graph_breaks import following, plain_call, resume_function
-from gradsplit.compile_core.capture.guards.guards import compile_check, explain_failure, values_read
-from gradsplit.compile_core.capture.guards.source_writer import compile_function
 from gradsplit.compile_core.capture.object_model.modules import COMPILED_APART
 from gradsplit.compile_core.capture.open_numbers.size_history import SizeHistory
 from gradsplit.compile_core.capture.run_only import run_only
@@ -16,14 +14,10 @@ __all__ = [
     "SizeHistory",
     "argument_names",
     "capture",
-    "compile_check",
-    "compile_function",
-    "explain_failure",
     "following",
     "must_run_plain",
     "normal_tensors",
     "plain_call",
     "resume_function",
     "run_only",
-    "values_read",
 ]

@@ -20,7 +20,6 @@ from gradsplit.compile_core.capture.frames.frame import BreakRequested, Frame
 from gradsplit.compile_core.capture.graph.fake_inputs import has_layout
 from gradsplit.compile_core.capture.graph.output_graph import RESIZED_WITH_HISTORY, InputRecord
 from gradsplit.compile_core.capture.graph_breaks import BreakWriter, enter
-from gradsplit.compile_core.capture.guards.guards import compile_check
 from gradsplit.compile_core.capture.object_model.functions import FunctionValue
 from gradsplit.compile_core.capture.object_model.modules import ModuleValue
 from gradsplit.compile_core.capture.open_numbers.size_history import SizeHistory
@@ -39,6 +38,7 @@ from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, 
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.wrap import wrap_cell
 from gradsplit.compile_core.errors import CompileError, Unsupported
+from gradsplit.compile_core.guard_checks.check import compile_check
 from gradsplit.compile_core.ir.captured import CapturedFrame, verify_captured_graph
 from gradsplit.compile_core.ir.data_reads import DataEnds, DataReads
 from gradsplit.compile_core.ir.sources import ConvertedSource, ItemSource, LocalSource, Source

@@ -11,7 +11,6 @@ import torch
 from torch import fx
 
 from gradsplit.compile_core.capture.graph.side_effects import SideEffects
-from gradsplit.compile_core.capture.guards.source_writer import SourceWriter
 from gradsplit.compile_core.capture.object_model.classes import ClassValue
 from gradsplit.compile_core.capture.object_model.exceptions import ExceptionValue
 from gradsplit.compile_core.capture.object_model.functions import BoundMethodValue, CellValue, FunctionValue
@@ -47,6 +46,7 @@ from gradsplit.compile_core.capture.values.tensors import TensorValue
 from gradsplit.compile_core.capture.values.view_copies import check_view_copies
 from gradsplit.compile_core.ir import data_checks
 from gradsplit.compile_core.ir.captured import RunnerCode
+from gradsplit.compile_core.ir.source_writer import SourceWriter
 from gradsplit.compile_core.ir.sources import AttributeSource, variable_of
 from gradsplit.compile_core.torch_facts.thread_state import set_grad_enabled
 from gradsplit.compile_core.torch_facts.torch_switches import preserved_switches

@@ -7,9 +7,10 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from gradsplit.compile_core.capture import argument_names, compile_function
+from gradsplit.compile_core.capture import argument_names
 from gradsplit.compile_core.compiled_calls.call_targets import NO_OWNER, Target
 from gradsplit.compile_core.compiled_calls.entry_table import EntryTable
+from gradsplit.compile_core.ir.source_writer import compile_function
 from gradsplit.compile_core.ir.sources import identifier_of, variable_of
 
 _UNUSED_DEFAULT: Any = object()

@@ -25,9 +25,6 @@ from gradsplit.compile_core.capture import (
     SizeHistory,
     argument_names,
     capture,
-    compile_check,
-    compile_function,
-    explain_failure,
     following,
     must_run_plain,
     normal_tensors,
@@ -56,9 +53,11 @@ from gradsplit.compile_core.compiled_calls.kept_random_state import kept_random_
 from gradsplit.compile_core.compiled_calls.plain_frames import PlainFrames
 from gradsplit.compile_core.compiled_calls.record_captures import recording_failure
 from gradsplit.compile_core.errors import CodeLocation, CompileError, InternalError, Unsupported
+from gradsplit.compile_core.guard_checks.check import compile_check, explain_failure
 from gradsplit.compile_core.ir.captured import CapturedFrame, CapturedGraph, ResumePoint
 from gradsplit.compile_core.ir.communication import NOT_AGAIN, may_communicate
 from gradsplit.compile_core.ir.data_checks import is_failed_assumption
+from gradsplit.compile_core.ir.source_writer import compile_function
 from gradsplit.compile_core.observe.progress import progress
 from gradsplit.compile_core.observe.stage_times import timed
 from gradsplit.compile_core.options import debugged_function

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gradsplit.compile_core.capture import explain_failure, values_read
+from gradsplit.compile_core.guard_checks.check import explain_failure, values_read
 from gradsplit.compile_core.ir.captured import CapturedFrame, Guard
 from gradsplit.compile_core.torch_facts.wrapper_tensors import inner_tensors, memory_of
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from gradsplit.compile_core.capture import compile_function
 from gradsplit.compile_core.ir.captured import Guard
+from gradsplit.compile_core.ir.source_writer import compile_function
 from gradsplit.compile_core.ir.sources import LocalSource, Source
 
 _ALLOWED = (

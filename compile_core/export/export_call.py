@@ -12,14 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from gradsplit.compile_core.capture import (
-    PlainCall,
-    SizeHistory,
-    capture,
-    compile_check,
-    compile_function,
-    explain_failure,
-)
+from gradsplit.compile_core.capture import PlainCall, SizeHistory, capture
 from gradsplit.compile_core.capture.directives import leave_alone
 from gradsplit.compile_core.compiled_calls.call_targets import original_of
 from gradsplit.compile_core.compiled_calls.compiled_module import CompiledModule
@@ -32,7 +25,9 @@ from gradsplit.compile_core.export.open_dims import open_dims
 from gradsplit.compile_core.export.print_program import place_of, rename_reserved, show_spec, unwritable
 from gradsplit.compile_core.export.structures import Structure, describe
 from gradsplit.compile_core.export.without_fakes import without_fakes
+from gradsplit.compile_core.guard_checks.check import compile_check, explain_failure
 from gradsplit.compile_core.ir.captured import CapturedFrame, GraphInput
+from gradsplit.compile_core.ir.source_writer import compile_function
 from gradsplit.compile_core.ir.sources import LocalSource, path_words
 from gradsplit.compile_core.ir.tensor_spec import device_type_of
 

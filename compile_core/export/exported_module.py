@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from gradsplit.compile_core.capture import compile_function
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.export.conditions import ExportedTensor, compile_condition
 from gradsplit.compile_core.export.module_tree import CONSTANTS, Tree, fill_modules
 from gradsplit.compile_core.export.structures import Structure, build, collect
+from gradsplit.compile_core.ir.source_writer import compile_function
 from gradsplit.compile_core.torch_facts.thread_state import set_grad_enabled
 
 

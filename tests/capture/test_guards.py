@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import gradsplit
-from gradsplit.compile_core.capture.guards import guards
+from gradsplit.compile_core.guard_checks import check
 from tests.capture.guard_cases import Bag, Case, X, check_case, put
 
 
@@ -315,8 +315,8 @@ def test_both_forms_return_the_same_inputs() -> None:
     compiled = gradsplit.compile(layer, backend="eager")
     compiled(X)
     entry = compiled._run.entries[0]
-    python = guards.compile_python_check(entry.captured)(layer, X)
-    interpreted = guards.compile_check(entry.captured)(layer, X)
+    python = check.compile_python_check(entry.captured)(layer, X)
+    interpreted = check.compile_check(entry.captured)(layer, X)
     assert len(python) == len(interpreted) == len(entry.captured.graph.inputs)
     assert all(one is other for one, other in zip(python, interpreted, strict=True))
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from gradsplit.compile_core.capture.guards.source_writer import compile_function
 from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
+from gradsplit.compile_core.ir.source_writer import compile_function
 from tests.capture.same_as_plain import assert_same
 
 NUMBERS = st.recursive(

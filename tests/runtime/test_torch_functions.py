@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradsplit.compile_core.capture.guards import guard_interpreter
+from gradsplit.compile_core.guard_checks import guard_interpreter
 from gradsplit.compile_core.runtime import native_operators, region_interpreter
 from gradsplit.compile_core.toolchain import torch_library
 from gradsplit.compile_core.toolchain.cpp_compiler import compiler

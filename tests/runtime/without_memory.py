@@ -9,8 +9,8 @@ from collections import OrderedDict
 
 import torch
 
-from gradsplit.compile_core.capture.guards.guard_interpreter import GuardOpcode as Guard
-from gradsplit.compile_core.capture.guards.guard_interpreter import guard_interpreter
+from gradsplit.compile_core.guard_checks.guard_interpreter import GuardOpcode as Guard
+from gradsplit.compile_core.guard_checks.guard_interpreter import guard_interpreter
 from gradsplit.compile_core.runtime.encode_program import EncodedProgram, Opcode
 from gradsplit.compile_core.runtime.region_interpreter import region_interpreter
 from gradsplit.compile_core.toolchain.torch_library import device_codes, dtype_code

@@ -59,7 +59,7 @@ def train(parts: MissingParts) -> None:
     """Trains with the part missing; an exception says that the import or a call fails, or that a gradient differs."""
     import gradsplit
     import gradsplit.distributed
-    from gradsplit.compile_core.capture.guards.guard_interpreter import guard_interpreter
+    from gradsplit.compile_core.guard_checks.guard_interpreter import guard_interpreter
     from gradsplit.compile_core.torch_facts import layouts
     from gradsplit.compile_core.torch_facts.private_parts import PRIVATE_PARTS, missing_parts
 

@@ -10,12 +10,12 @@ import torch
 from torch.amp.autocast_mode import autocast_decorator
 from torch.fx.traceback import annotate
 
-from gradsplit.compile_core.capture.guards.source_writer import SourceWriter
 from gradsplit.compile_core.capture.torch_rules.global_state import autocast_state
 from gradsplit.compile_core.capture.values.base import CaptureState, Value, constants_of
 from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, answer_to, call_rule
 from gradsplit.compile_core.capture.values.constants import DEVICE_CONTEXT, ConstantValue, MethodOwner, fold
 from gradsplit.compile_core.capture.values.tensors import refuse_unseen
+from gradsplit.compile_core.ir.source_writer import SourceWriter
 from gradsplit.compile_core.torch_facts.thread_state import enter_autocast, exit_autocast, set_grad_enabled
 from gradsplit.compile_core.torch_facts.torch_switches import SWITCHES
 

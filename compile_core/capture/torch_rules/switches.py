@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from gradsplit.compile_core.capture.guards.source_writer import SourceWriter
 from gradsplit.compile_core.capture.torch_rules.modes import ModeValue
 from gradsplit.compile_core.capture.values.base import CaptureState, Value, constants_of
 from gradsplit.compile_core.capture.values.call_rules import (
@@ -19,6 +18,7 @@ from gradsplit.compile_core.capture.values.call_rules import (
     answer_to,
     answers,
 )
+from gradsplit.compile_core.ir.source_writer import SourceWriter
 from gradsplit.compile_core.torch_facts.autograd_engine import (
     allow_saved_tensors_hooks,
     push_saved_tensors_hooks,

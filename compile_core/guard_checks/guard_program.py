@@ -24,9 +24,9 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gradsplit.compile_core.capture.guards.guard_interpreter import GuardInterpreter, GuardOpcode
-from gradsplit.compile_core.capture.guards.source_writer import evaluate
+from gradsplit.compile_core.guard_checks.guard_interpreter import GuardInterpreter, GuardOpcode
 from gradsplit.compile_core.ir.captured import CapturedFrame, Guard
+from gradsplit.compile_core.ir.source_writer import evaluate
 from gradsplit.compile_core.ir.sources import (
     AttributeSource,
     ContentSource,

@@ -1,0 +1,1 @@
+"""The check before each call that all guards of a captured frame still hold."""
