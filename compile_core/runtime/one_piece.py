@@ -42,8 +42,6 @@ _PIECE_MULTIPLE_BYTES = 2 << 20
 # A piece is so much larger, one part in, if then all fits: less than what sharing wastes.
 _MOST_BEYOND = 64
 _MOST_TRIES = 4
-# Nothing is shared if it saves one part in so many of what lies apart then: a later pair would have to begin with it.
-_LEAST_GAIN = 8
 # Of allocations, in all that is tried: a second or less.
 _MOST_PLACED = 300_000
 
@@ -161,8 +159,7 @@ def pieces_for(memories: Sequence[Memory], pairs: int) -> Pieces:
     everything = own.union(*calls)
     if len(everything) == len(large):
         all_bytes = _piece_bytes(large)
-        more_bytes = (all_bytes - own_bytes) * pairs
-        if more_bytes + more_bytes // _LEAST_GAIN < shared_bytes:
+        if (all_bytes - own_bytes) * pairs < shared_bytes:
             own, own_bytes, shared_bytes = everything, all_bytes, 0
     names: dict[str, set[str]] = {}
     for memory in own:
