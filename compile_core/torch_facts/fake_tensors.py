@@ -16,12 +16,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from gradsplit.compile_core.torch_facts.dispatcher import enable_python_dispatcher, suggest_memory_format
+from gradsplit.compile_core.torch_facts.dispatcher import (
+    enable_python_dispatcher,
+    is_random_call,
+    suggest_memory_format,
+)
 from gradsplit.compile_core.torch_facts.recurrent_networks import NETWORKS, layered
 from gradsplit.compile_core.torch_facts.symbolic_numbers import memory_order, value_at_compilation
 from gradsplit.compile_core.torch_facts.thread_state import disable_current_modes
@@ -140,6 +149,9 @@ class _CorrectedFakes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(map(is_wrapper_class, types)):
+            if is_random_call(func, args, kwargs or {}):
+                # Its class may turn generators to and fro for it, as DTensor does, so that ranks draw alike.
+                raise UnsupportedOperatorException(func)
             return NotImplemented
         if func is _DEVICE:
             return device_of(args[0])

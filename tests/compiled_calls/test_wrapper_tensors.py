@@ -219,6 +219,25 @@ def test_a_view_of_an_input_as_a_result(backend: str) -> None:
     _assert_alike(view.detach(), given.detach().t())
 
 
+@pytest.mark.parametrize("backend", _BACKENDS)
+def test_draws_for_wrappers_end_the_graph(backend: str) -> None:
+    """What a class does with generators for them is its own."""
+
+    def program(x: Any) -> Any:
+        return functional.dropout(x * 2, 0.5) + 1
+
+    compiled, given = gradsplit.compile(program, backend=backend), _labelled(4, 4)
+    for _ in range(2):
+        torch.manual_seed(0)
+        found = compiled(given)
+        state = torch.get_rng_state()
+        torch.manual_seed(0)
+        _assert_alike(found, program(given))
+        assert torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(gradsplit.Unsupported, match="dropout cannot be known"):
+        gradsplit.compile(program, backend=backend, fullgraph=True)(given)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("backend", _BACKENDS)
 def test_without_gradients(mode: Any, backend: str) -> None:
