@@ -101,6 +101,12 @@ def trace_joint(
     refuse_modes(module)
     fake_mode, examples = _with_symbols(module, examples)
     with_wrappers = has_wrappers(module)
+    if with_wrappers and (reads_numbers(module) or any(isinstance(example, float) for example in examples)):
+        # DTensor compares an operator's arguments with those of earlier ones, in an order that differs from rank to
+        # rank: what is asked of a symbol there would let one rank compile what another does not.
+        raise Unsupported(
+            "open-number-beside-wrappers", "a number that differs between calls, beside wrappers"
+        )
     operations, symbols = NumberOperations(), DataSymbols()
     module = symbols.keep(operations.keep(module))
     with kept_calls() as calls:
