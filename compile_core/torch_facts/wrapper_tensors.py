@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from gradsplit.compile_core.torch_facts.private_parts import PROGRAMS_RUN_PLAIN, private
 
 
-def _is_none(_: object) -> bool:
+def _wraps_nothing(_: object) -> bool:  # in a torch that does not tell
     return False
 
 
@@ -27,13 +27,13 @@ is_wrapper = private(
     "torch.utils._python_dispatch:is_traceable_wrapper_subclass",
     "tensors of classes that wrap others",
     PROGRAMS_RUN_PLAIN,
-    _is_none,
+    _wraps_nothing,
 )
 is_wrapper_class = private(
     "torch.utils._python_dispatch:is_traceable_wrapper_subclass_type",
     "tensors of classes that wrap others",
     PROGRAMS_RUN_PLAIN,
-    _is_none,
+    _wraps_nothing,
 )
 
 
