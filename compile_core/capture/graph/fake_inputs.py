@@ -18,7 +18,7 @@ def make_fake(
     mode: FakeTensorMode,
     real: torch.Tensor,
     sizes: TensorSizes | None,
-    make_inner: Callable[[torch.Tensor], torch.Tensor],
+    make_inner: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """The fake of an input tensor, with symbolic sizes where some are given; a wrapper has fakes of ``make_inner``."""
     if sizes is not None:
@@ -27,7 +27,7 @@ def make_fake(
         # Making a fake of an intermediate result looks at its .grad, which torch warns about.
         warnings.simplefilter("ignore")
         form = WrapperForm.of(real)
-        if form is not None:
+        if form is not None and make_inner is not None:
             return _make_wrapper(form, [make_inner(inner) for inner in inner_tensors(real)], real)
         if real.is_inference():
             # Its fake would be one too, and have no version to tell that the program changed it.
@@ -46,7 +46,7 @@ class InnerFakes:
 
     def of(self, sizes: Mapping[int, TensorSizes], real: torch.Tensor) -> torch.Tensor:
         if id(real) not in self._made:
-            fake = make_fake(self._mode, real.detach(), sizes.get(id(real)), lambda inner: inner)
+            fake = make_fake(self._mode, real.detach(), sizes.get(id(real)))
             self._made[id(real)] = real, fake
         return self._made[id(real)][1]
 
