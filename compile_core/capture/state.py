@@ -31,7 +31,7 @@ from gradsplit.compile_core.capture.object_model.functions import FunctionValue
 from gradsplit.compile_core.capture.object_model.objects import bind_class_entry
 from gradsplit.compile_core.capture.object_model.opaque import wrap_opaque
 from gradsplit.compile_core.capture.object_model.type_forms import TYPE_FORMS
-from gradsplit.compile_core.capture.object_model.wrappers import WrapperValue
+from gradsplit.compile_core.capture.object_model.wrappers import tensor_value
 from gradsplit.compile_core.capture.open_numbers.conditions import (
     ConditionValue,
     condition_value,
@@ -329,11 +329,7 @@ class Capture(CaptureState):
                     self.graph.graph.erase_node(node)  # the operation returned its operand as it was
                 known.version = example._version
                 return known
-            value = (
-                WrapperValue(node, example, type(example))
-                if is_wrapper(example)
-                else TensorValue(node, example, torch.Tensor)
-            )
+            value = tensor_value(node, example, type(example) if is_wrapper(example) else torch.Tensor)
             self.tensor_of_fake[id(example)] = value
             if not torch.is_grad_enabled() and example._is_view():
                 self._guard_base(example)

@@ -38,7 +38,7 @@ from gradsplit.compile_core.capture.object_model.opaque import ChangingText, wra
 from gradsplit.compile_core.capture.object_model.overriding_tensors import wrap_overriding
 from gradsplit.compile_core.capture.object_model.partials import PartialValue
 from gradsplit.compile_core.capture.object_model.type_forms import TYPE_FORMS, TypeFormValue
-from gradsplit.compile_core.capture.object_model.wrappers import WrapperValue
+from gradsplit.compile_core.capture.object_model.wrappers import tensor_value
 from gradsplit.compile_core.capture.open_numbers.growing_lists import GrowingList
 from gradsplit.compile_core.capture.open_numbers.inner_sizes import guard_wrapper
 from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import FloatInput, SymbolicInt
@@ -69,7 +69,7 @@ from gradsplit.compile_core.capture.values.live_iterators import LIVE_ITERATORS,
 from gradsplit.compile_core.capture.values.mappings import DictValue, ReadOnlyView
 from gradsplit.compile_core.capture.values.references import ReferenceValue
 from gradsplit.compile_core.capture.values.sets import SetValue
-from gradsplit.compile_core.capture.values.tensors import TensorValue, check_class
+from gradsplit.compile_core.capture.values.tensors import check_class
 from gradsplit.compile_core.ir.captured import input_kind
 from gradsplit.compile_core.ir.sources import (
     AttributeSource,
@@ -285,16 +285,17 @@ def _wrap_tensor(state: CaptureState, real: torch.Tensor, source: Source | None)
     check_class(state, real)
     if source is None:
         raise state.unsupported("library-tensor", "a tensor that belongs to a library or a class")
-    has_layout = real.layout == torch.strided or is_wrapper(real)
+    wraps = is_wrapper(real)
+    has_layout = real.layout == torch.strided or wraps
     if not has_layout or real.is_quantized or is_zero_tensor(real):
         kind = "zeros without memory" if is_zero_tensor(real) else f"the layout {real.layout}"
         raise state.unsupported("tensor-layout", f"{source} has {kind}")
-    sizes = None if is_wrapper(real) else state.sizes.of_tensor(real, source)
+    sizes = None if wraps else state.sizes.of_tensor(real, source)
     state.guards.tensor(source, real, None if sizes is None else sizes.static_shape)
-    inner_sizes = guard_wrapper(state, real, source) if is_wrapper(real) else {}
+    inner_sizes = guard_wrapper(state, real, source) if wraps else {}
     node = state.graph.add_input(real, source, input_kind(source), sizes, inner_sizes)
     fake = node.meta["example_value"]
-    value = (WrapperValue if is_wrapper(real) else TensorValue)(node, fake, type(real), source, real)
+    value = tensor_value(node, fake, type(real), source, real)
     state.tensor_of_fake[id(fake)] = value
     return value
 

@@ -76,7 +76,6 @@ def has_wrappers(module: GraphModule) -> bool:
         is_wrapper(leaf)
         for node in module.graph.nodes
         for leaf in tree_leaves(node.meta.get("example_value"))
-        if isinstance(leaf, torch.Tensor)
     )
 
 

@@ -19,22 +19,24 @@ from torch.utils._pytree import tree_leaves
 from gradsplit.compile_core.torch_facts.private_parts import PROGRAMS_RUN_PLAIN, private
 
 
-def _wraps_nothing(_: object) -> bool:  # in a torch that does not tell
+def _wraps_nothing(_: object) -> bool:
+    """In a torch that does not tell."""
     return False
 
 
-is_wrapper = private(
-    "torch.utils._python_dispatch:is_traceable_wrapper_subclass",
-    "tensors of classes that wrap others",
-    PROGRAMS_RUN_PLAIN,
-    _wraps_nothing,
+# Whether tensors of a class wrap others; asked of the classes of each operator of a trace.
+is_wrapper_class = functools.cache(
+    private(
+        "torch.utils._python_dispatch:is_traceable_wrapper_subclass_type",
+        "tensors of classes that wrap others",
+        PROGRAMS_RUN_PLAIN,
+        _wraps_nothing,
+    )
 )
-is_wrapper_class = private(
-    "torch.utils._python_dispatch:is_traceable_wrapper_subclass_type",
-    "tensors of classes that wrap others",
-    PROGRAMS_RUN_PLAIN,
-    _wraps_nothing,
-)
+
+
+def is_wrapper(value: object) -> bool:
+    return is_wrapper_class(type(value))
 
 
 def is_in_flight(tensor: torch.Tensor) -> bool:

@@ -60,8 +60,14 @@ def without_wrappers(module: GraphModule, examples: Sequence[Any]) -> GraphOfPar
     ]
     places = {id(inner): place for place, (inner, takes) in enumerate(given) if not takes}
     passed = tuple(
-        {k: places[id(inner)] for k, inner in enumerate(_parts(node)) if id(inner) in places}
-        for node in returned
+        {}
+        if form is None
+        else {
+            k: places[id(inner)]
+            for k, inner in enumerate(inner_tensors(node.meta["example_value"]))
+            if id(inner) in places
+        }
+        for form, node in zip(results, returned, strict=True)
     )
     graph = Graph()
     groups, parts, repeated = _add_inputs(graph, module, inputs, examples)
@@ -78,12 +84,6 @@ def without_wrappers(module: GraphModule, examples: Sequence[Any]) -> GraphOfPar
         flat += [part for k, part in enumerate(taken) if k not in from_inputs]
     graph.output(tuple(flat))
     return GraphOfParts(GraphModule(module, graph, "GraphOfParts"), parts, edges)
-
-
-def _parts(node: Node) -> list[torch.Tensor]:
-    """The tensors that hold the data of a result that is a wrapper; none for another."""
-    example = node.meta["example_value"]
-    return [] if WrapperForm.of(example) is None else inner_tensors(example)
 
 
 def _add_inputs(

@@ -48,7 +48,7 @@ def record_below_wrappers(
         recorder.placeholder(seed, is_seed=True)
     with recorder:
         results = function(recorder, *inputs, *seeds)
-    if any(isinstance(result, torch.Tensor) and is_wrapper(result) for result in results):
+    if any(map(is_wrapper, results)):
         raise Unsupported("wrapper-gradient", "the gradient of a plain tensor is one that wraps others")
     record = recorder.finish(results)
     for node in record.graph.nodes:
@@ -77,10 +77,8 @@ class RecordedNodes(CapturedNodes):
         return run
 
     def mark(self, node: fx.Node) -> None:
-        source = self._running
-        for key in () if source is None else (CAPTURED, "stack_trace", "custom"):
-            if key in source.meta:  # type: ignore[union-attr]
-                node.meta[key] = source.meta[key]  # type: ignore[union-attr]
+        told = {} if self._running is None else self._running.meta
+        node.meta.update({key: told[key] for key in (CAPTURED, "stack_trace", "custom") if key in told})
 
 
 class _Noting(fx.Interpreter):

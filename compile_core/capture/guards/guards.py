@@ -202,8 +202,8 @@ class GuardSet:
         written = inputs[changed]
         for index, entry in enumerate(inputs):
             moving = "argument" in (entry.kind, written.kind)
-            wraps = is_wrapper(written.example) or is_wrapper(entry.example)
             if index != changed and moving:
+                wraps = is_wrapper(written.example) or is_wrapper(entry.example)
                 self.add(
                     [written.source, entry.source],
                     "{c0}({0}, {1})",

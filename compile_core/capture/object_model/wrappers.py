@@ -9,13 +9,15 @@ from __future__ import annotations
 import types
 from typing import Any
 
-import torch
+from torch import fx
 
+from gradsplit.compile_core.capture.object_model.class_entries import class_lookup
 from gradsplit.compile_core.capture.object_model.libraries import is_library_object
 from gradsplit.compile_core.capture.values.base import CaptureState, Value, stored_attribute
 from gradsplit.compile_core.capture.values.constants import BuiltinMethod, ConstantValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue, own_names
-from gradsplit.compile_core.torch_facts.wrapper_tensors import Flattened
+from gradsplit.compile_core.ir.sources import Source
+from gradsplit.compile_core.torch_facts.wrapper_tensors import Flattened, is_wrapper
 
 
 class WrapperValue(TensorValue):
@@ -39,8 +41,7 @@ class WrapperValue(TensorValue):
 
     def _of_class(self, state: CaptureState, name: str) -> Value:
         """What its class says of it: its code is followed, but for a library's, which is asked about the fake."""
-        owner = next(cls for cls in self.cls.__mro__ if name in vars(cls))
-        entry = vars(owner)[name]
+        owner, entry = class_lookup(self.cls, name)
         if isinstance(entry, types.MemberDescriptorType):
             return state.from_constant(getattr(self.fake, name))
         if not is_library_object(owner):
@@ -52,7 +53,13 @@ class WrapperValue(TensorValue):
     def call_method(
         self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
     ) -> Value:
-        owner = next((cls for cls in self.cls.__mro__ if name in vars(cls)), torch.Tensor)
-        if name in own_names(self.cls) and is_library_object(owner):
+        if name in own_names(self.cls) and is_library_object(class_lookup(self.cls, name)[0]):
             return state.call_tensor_op("call_method", name, [self, *args], kwargs)
         return super().call_method(state, name, args, kwargs)
+
+
+def tensor_value(
+    node: fx.Node, fake: Any, cls: type, source: Source | None = None, real: Any = None
+) -> TensorValue:
+    """The value of a tensor of the graph, which may wrap others."""
+    return (WrapperValue if is_wrapper(fake) else TensorValue)(node, fake, cls, source, real)
