@@ -49,24 +49,24 @@ def choose_rendezvous(spec: LaunchSpec, first: RankPlacement, run_id: str | None
     unique = uuid.uuid4().hex
     return Rendezvous(
         master_address=spec.master_address or default_address,
-        master_port=spec.master_port or find_free_port("127.0.0.1" if first.node_count == 1 else ""),
+        master_port=spec.master_port or find_free_port(),
         run_id=run_id or spec.run_id or unique,
         log_name=unique if spec.run_id is None else f"{spec.run_id}_{unique[:8]}",
     )
 
 
-def find_free_port(interface: str) -> int:
-    """Return a TCP port that nobody uses now at an address of this machine; the empty one means all of them."""
+def find_free_port() -> int:
+    """Return a TCP port that nobody uses now at any address of this machine: rank 0's store listens on all of them."""
     ports = range(_FIRST_PORT, _first_handed_out())
     for port in random.SystemRandom().sample(ports, min(_TRIES, len(ports))):
         with suppress(OSError):
-            return _bound(interface, port)
-    return _bound(interface, 0)
+            return _bound(port)
+    return _bound(0)
 
 
-def _bound(interface: str, port: int) -> int:
+def _bound(port: int) -> int:
     with socket.socket() as probe:
-        probe.bind((interface, port))
+        probe.bind(("", port))
         return probe.getsockname()[1]
 
 

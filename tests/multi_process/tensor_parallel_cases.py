@@ -130,8 +130,9 @@ def _local(tensor: Tensor) -> Tensor:
 def main(device: str) -> None:
     warnings.simplefilter("error")
     dist.init_process_group("gloo" if device == "cpu" else "nccl")
+    rank = dist.get_rank()
     if device != "cpu":
-        torch.cuda.set_device(dist.get_rank())
+        torch.cuda.set_device(rank)
     mesh = init_device_mesh(device, (2,))
     for name, (make, size) in _MODELS.items():
         for backend in _BACKENDS:
@@ -149,7 +150,7 @@ def main(device: str) -> None:
                 torch.testing.assert_close(_local(mine) * 1, _local(theirs) * 1)
             print(f"{name} with {backend}: alike", flush=True)
     _gradients_in_another_place(mesh)
-    dist.barrier()
+    dist.barrier(device_ids=None if device == "cpu" else [rank])
     dist.destroy_process_group()
 
 
