@@ -6,6 +6,7 @@ Not collected by itself: the interpreter is chosen by an environment variable be
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from gradsplit.compile_core.lowering.fusion.fuse import fuse
 from gradsplit.compile_core.lowering.fusion.join_columns import join_column_sums
 from gradsplit.compile_core.lowering.graph_to_loops.lower import lower
 from gradsplit.compile_core.lowering.tiling.one_walk_variances import one_walk_variances
-from gradsplit.compile_core.lowering.tiling.tiling_split import split_reductions
+from gradsplit.compile_core.lowering.tiling.tiling_split import split_nest, split_reductions
 from gradsplit.compile_core.lowering.triton_kernels.codegen_triton import generate_triton
 from tests.lowering import convolution_programs
 from tests.lowering.band_programs import inputs_of, norm_backward
@@ -69,6 +70,17 @@ def test_column_sums_that_load_ahead(folder: Path) -> None:
     case = columns_of_parts(128, 128, 51)
     check(case, inputs_for(case), folder)
     assert "num_stages" in generate_triton(*case).text
+
+
+def test_wide_rows_with_numbers_of_their_own_are_summed_one_after_another(folder: Path) -> None:
+    case = columns_of_parts(2, 8202, 65)
+    exact = {name: values.round() for name, values in inputs_for(case).items()}
+    check(case, exact, folder)
+    text = generate_triton(*case).text
+    assert "range(0, 65, 1)" in text and "if program % 9 < 8:" in text, "only a row's last block has a mask"
+    nest, buffers = columns_of_parts(1, 8202, 2000)
+    on_gpu = {name: replace(spec, device=torch.device("cuda")) for name, spec in buffers.items()}
+    assert len(split_nest(nest, on_gpu)[0]) == 2, "nine programs would walk all rows"
 
 
 def test_sums_that_are_taken_along_with_their_maxima(folder: Path) -> None:

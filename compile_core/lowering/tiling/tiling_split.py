@@ -117,7 +117,9 @@ def _leaves_processors_idle(nest: LoopNest) -> bool:
 
 
 def _has_few_programs(nest: LoopNest) -> bool:
-    return prod(nest.extents) >= _LEAST_POINTS and _programs(nest) < _ENOUGH_PROGRAMS
+    # Programs that have one row at a time have little on its way from memory.
+    enough = _LEAST_PROGRAMS if tile_for_gpu(nest).r_block == 1 else _ENOUGH_PROGRAMS
+    return prod(nest.extents) >= _LEAST_POINTS and _programs(nest) < enough
 
 
 def _programs(nest: LoopNest) -> int:

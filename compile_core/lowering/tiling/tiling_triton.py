@@ -37,6 +37,9 @@ _BOTH_SIDES, _LEAST_OF_BOTH_SIDES = 16, 8
 # processor's memory for many programs.
 _AHEAD_COLUMNS, _AHEAD_ROWS = 64, 16
 _BLOCKS_IN_FLIGHT = 3
+# Of column sums that read numbers of each row: so many columns of one row after another, for whose numbers a thread has
+# one register then. Fewer columns, and shorter ones, have tiles.
+_COLUMNS_OF_ROWS, _LEAST_COLUMNS, _LEAST_ROWS = 1024, 8192, 64
 _BYTES_IN_FLIGHT = 1 << 14
 # Elements times live values that the registers of one program hold without spilling.
 _PERSISTENT_BUDGET = 32768
@@ -85,7 +88,7 @@ def tile_for_gpu(nest: LoopNest) -> GpuTiling:
     if transposed is not None:
         return _tile_transposed(nest, transposed)
     if _has_odd_rows(nest):
-        return GpuTiling((parallel - 1,), tuple(range(parallel - 1)), _ROW_BLOCK, 1, 1, False, 8)
+        return GpuTiling((parallel - 1,), tuple(range(parallel - 1)), _ROW_BLOCK, 1, 1, False, 4)
     count = prod(nest.extents)
     # Small arrays go in small blocks, so that more than a few processors work.
     most = 2 * _POINTWISE_TILE if _is_light_and_reads_columns(nest) else _POINTWISE_TILE
@@ -134,6 +137,9 @@ def _tile_reduction(nest: LoopNest) -> GpuTiling:
     by_column, goes_across = _contiguous_sides(nest)
     if goes_across and whole * _BOTH_SIDES > _REDUCTION_TILE // 2:
         return _tile_of_both_sides(nest)
+    if by_column and _goes_row_by_row(nest):
+        columns = parallel - 1
+        return GpuTiling((columns,), tuple(range(columns)), _COLUMNS_OF_ROWS, 1, 1, False, 4)
     narrowest = min(_COLUMN_SIDE, power_of_two(rows)) if by_column else 1
     is_short = whole * _NARROWEST_COLUMNS * _live_values(nest) <= _PERSISTENT_BUDGET
     if by_column and is_short and -(-rows // narrowest) < _WANTED_PROGRAMS // 2:
@@ -195,6 +201,20 @@ def _may_load_ahead(nest: LoopNest) -> bool:
         and rows // _AHEAD_COLUMNS >= _WANTED_PROGRAMS
         and length >= _BLOCKS_IN_FLIGHT * _AHEAD_ROWS
         and bytes_of_block * (_BLOCKS_IN_FLIGHT - 1) <= _BYTES_IN_FLIGHT
+        and _walks_once(nest)
+    )
+
+
+def _goes_row_by_row(nest: LoopNest) -> bool:
+    """Whether a column sum takes one row after another.
+
+    A cross entropy's gradient, whose rows have a label, a maximum and a sum each, took half as long as by tiles.
+    """
+    columns = parallel_axes(nest) - 1
+    return (
+        nest.extents[columns] >= _LEAST_COLUMNS
+        and prod(nest.extents[columns + 1 :]) >= _LEAST_ROWS
+        and any(not access.strides[columns] for access in _walking_loads(nest))
         and _walks_once(nest)
     )
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
+from typing import Literal
 
 import torch
 
@@ -156,18 +157,17 @@ class TritonWriter:
             dims = "[:, None]" if self.nest.reduced_axes else ""
             lines.append(f"x = {program} * {tiling.x_block} + tl.arange(0, {tiling.x_block}){dims}")
         lines += self.masks_and_axes(self.x)
-        if not self.nest.reduced_axes:
-            return lines + self._pointwise()
-        lines.append(
-            f"r_base = tl.arange(0, {tiling.r_block})[None, :]" + (".to(tl.int64)" if self.wide else "")
-        )
-        if tiling.persistent:
-            return lines + self._persistent()
-        for step in self.analysis.passes:
-            lines += [line for n in step.before for line in self.statement(n)]
-            if step.walks and not set(step.reduces) & set(self.online.values()):
-                lines += self._looped(step)
-        return lines
+        body = self._reducing if self.nest.reduced_axes else self._pointwise
+        # Blocks of long rows, each program one, or one of each of its rows.
+        is_of_rows = self.y.axes and self.y.block == self.r.block == 1
+        whole = self._whole_blocks(self.x) if is_of_rows else 0
+        if not whole:
+            return lines + body()
+        with self._without_overhang("x"):
+            inside = [f"    {line}" for line in body()]
+        blocks = -(-self.x.count // self.x.block)
+        last = [f"    {line}" for line in body()]
+        return [*lines, f"if program % {blocks} < {whole // self.x.block}:", *inside, "else:", *last]
 
     def masks_and_axes(self, side: Side) -> list[str]:
         """The side's mask, and the index along each of its axes that some access needs."""
@@ -181,20 +181,20 @@ class TritonWriter:
         return side.index_lines(needed)
 
     def _pointwise(self) -> list[str]:
-        def body() -> list[str]:
-            return [line for n in self.loads_first(range(len(self.nest.body))) for line in self.statement(n)]
-
-        # Blocks of a long row, each program one.
-        whole = self._whole_blocks(self.x) if self.y.axes and self.y.block == 1 else 0
-        if not whole:
-            return body()
-        with self._without_overhang():
-            inside = [f"    {line}" for line in body()]
-        blocks = -(-self.x.count // self.x.block)
-        last = [f"    {line}" for line in body()]
-        return [f"if program % {blocks} < {whole // self.x.block}:", *inside, "else:", *last]
+        return [line for n in self.loads_first(range(len(self.nest.body))) for line in self.statement(n)]
 
     # ---- reductions -------------------------------------------------------------------------------------
+
+    def _reducing(self) -> list[str]:
+        r_base = f"r_base = tl.arange(0, {self.tiling.r_block})[None, :]"
+        lines = [r_base + (".to(tl.int64)" if self.wide else "")]
+        if self.tiling.persistent:
+            return lines + self._persistent()
+        for step in self.analysis.passes:
+            lines += [line for n in step.before for line in self.statement(n)]
+            if step.walks and not set(step.reduces) & set(self.online.values()):
+                lines += self._looped(step)
+        return lines
 
     def _persistent(self) -> list[str]:
         lines = ["r = r_base", *self.masks_and_axes(self.r)]
@@ -244,7 +244,7 @@ class TritonWriter:
         lines = [line for reduction in reductions for line in reduction.start()]
         whole = self._whole_blocks(self.r)
         if whole:
-            with self._without_overhang():
+            with self._without_overhang("r"):
                 lines += self._blocks(step, 0, whole)
         lines += self._blocks(step, whole, self.r.count)
         return lines + [line for reduction in reductions for line in reduction.finished()]
@@ -278,7 +278,7 @@ class TritonWriter:
 
         Triton reads neighbours together if it knows that they have one mask, as it does where rows end at a multiple.
         """
-        is_odd = side.count % MOST_TOGETHER != 0 and self._has_neighbours(side)
+        is_odd = side.overhangs and side.count % MOST_TOGETHER != 0 and self._has_neighbours(side)
         return side.count // side.block * side.block if is_odd else 0
 
     def _has_neighbours(self, side: Side) -> bool:
@@ -287,18 +287,15 @@ class TritonWriter:
         return any(side.step(strides) == 1 for strides in walks)
 
     @contextmanager
-    def _without_overhang(self) -> Iterator[None]:
-        """Inside, what is written is for whole blocks of the last side."""
-        x, r, sides = self.x, self.r, self.sides
-        if self.nest.reduced_axes:
-            self.r = replace(r, has_whole_blocks=True)
-        else:
-            self.x = replace(x, has_whole_blocks=True)
+    def _without_overhang(self, side: Literal["x", "r"]) -> Iterator[None]:
+        """Inside, what is written is for whole blocks of the side."""
+        sides = self.x, self.y, self.r
+        setattr(self, side, replace(getattr(self, side), has_whole_blocks=True))
         self.sides = (self.x, self.y, self.r)
         try:
             yield
         finally:
-            self.x, self.r, self.sides = x, r, sides
+            self.x, self.y, self.r = self.sides = sides
 
     # ---- statements -------------------------------------------------------------------------------------
 
