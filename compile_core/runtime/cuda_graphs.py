@@ -131,6 +131,9 @@ class CudaRecorder:
             finally:
                 if collecting:
                     gc.enable()
+                # Before a capture torch writes there from where recordings draw random numbers, and before a replay on
+                # the stream of that, to the same place: the one after the other.
+                torch.cuda.current_stream().wait_stream(self._stream)
         return CudaReplay(
             graph.replay if memory is None else memory.in_turn(graph.replay), graph.pool()
         ), results
