@@ -1,11 +1,12 @@
 """Pipelines of small models beside the same models unsplit, on the ranks that this program is started on.
 
     python -m gradsplit.launch --nproc-per-node 2 -m tests.distributed.pipeline.pipeline_cases \\
-        [--cuda] [--lanes] [--recorded] [--open] [--own-kernels] FOLDER MODEL... -- SCHEDULE...
+        [--cuda] [--lanes] [--late] [--recorded] [--open] [--own-kernels] FOLDER MODEL... -- SCHEDULE...
 
-With ``--cuda`` ranks have a GPU each. With ``--lanes`` messages go as over NCCL, which has no tags. With ``--recorded``
-stages replay recordings, as CUDA graphs are. With ``--open`` each step has other sizes. Losses, gradients, buffers and
-the state of the generator must be equal bit for bit with torch's kernels, and within rounding with generated ones.
+With ``--cuda`` ranks have a GPU each. With ``--lanes`` messages go as over NCCL, which has no tags, and with ``--late``
+what torch's schedules send is read as late as it may be there. With ``--recorded`` stages replay recordings, as CUDA
+graphs are. With ``--open`` each step has other sizes. Losses, gradients, buffers and the state of the generator must be
+equal bit for bit with torch's kernels, and within rounding with generated ones.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -34,6 +36,7 @@ from gradsplit.distributed.pipeline import stage_programs
 from gradsplit.distributed.pipeline.draws import state_of
 from gradsplit.distributed.pipeline.export_pipeline import export_pipeline
 from gradsplit.distributed.pipeline.load_stage import load_stage
+from tests.distributed.pipeline.late_messages import LateMessages
 from tests.distributed.pipeline.tied_model import chain, tied
 from tests.runtime.recorder_on_cpu import LendingRecorder
 
@@ -228,7 +231,7 @@ def models_of(names: list[str]) -> dict[str, Callable[[], tuple[nn.Module, dict[
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for option in ("--cuda", "--lanes", "--recorded", "--open", "--own-kernels"):
+    for option in ("--cuda", "--lanes", "--late", "--recorded", "--open", "--own-kernels"):
         parser.add_argument(option, action="store_true")
     parser.add_argument("folder", type=Path)
     parser.add_argument("models", nargs="+")
@@ -240,6 +243,8 @@ def main() -> None:
         torch.cuda.set_device(device)
     if options.lanes:
         load_stage_file.backend_of = lambda group, device: "nccl"
+    if options.late:
+        LateMessages().take_place(pytest.MonkeyPatch())
     if options.recorded and device == CPU:
         stages_of_compilation.with_cuda_graphs = functools.partial(graph_programs, recorder=recorder)
     makers = models_of(options.models)

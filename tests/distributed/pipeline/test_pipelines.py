@@ -33,11 +33,12 @@ def test_stages_train_with_other_sizes_in_each_step(tmp_path: Path) -> None:
 @pytest.mark.multi_process
 def test_recorded_stages_train_as_the_whole_model_does(tmp_path: Path) -> None:
     """With several microbatches in flight, dropout, running statistics, weight gradients apart, and messages without
-    tags."""
+    tags that are read late."""
     program = [
         "-m",
         "tests.distributed.pipeline.pipeline_cases",
         "--lanes",
+        "--late",
         "--recorded",
         str(tmp_path),
         "tied",
