@@ -12,6 +12,7 @@ import gc
 import logging
 import operator
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -34,6 +35,7 @@ from gradsplit.compile_core.runtime.graphed_program import (
 )
 from gradsplit.compile_core.runtime.lent_tensors import lent_tensors
 from gradsplit.compile_core.runtime.memory_lives import memory_of_both
+from gradsplit.compile_core.runtime.meter_calls import CallMeter
 from gradsplit.compile_core.runtime.one_piece import InOnePiece, Pieces, may_be_split, pieces_for
 from gradsplit.compile_core.runtime.recorded_segments import GraphedBackward, SegmentRecorder, StoringProgram
 from gradsplit.compile_core.runtime.shared_memory import shared_memory
@@ -45,6 +47,8 @@ logger = logging.getLogger(__name__)
 _SMALL_BYTES = 1 << 16
 
 _one_at_a_time = threading.Lock()
+# The forwards that have a backward.
+_pairs: weakref.WeakSet[GraphedProgram] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -196,12 +200,15 @@ def graph_programs(
 ) -> tuple[GraphedProgram, GraphedProgram | GraphedBackward | None]:
     """Forward and backward of ``graph`` as programs that ``recorder`` records."""
 
+    meter = CallMeter()
+
     @cache
     def computed_pieces() -> Pieces | None:
         if backward is None or allocating is None:
             return None
-        memories = memory_of_both(allocating, backward, _kept_positions(graph), graph.num_outputs)
-        return None if memories is None else pieces_for(memories)
+        kept = _kept_positions(graph)
+        memories = memory_of_both(allocating, backward, kept, graph.num_outputs, meter.taken)
+        return None if memories is None else pieces_for(memories, len(_pairs))
 
     def pieces() -> Pieces | None:
         """Of the forward's recording for the backward's, if that may be within it."""
@@ -219,7 +226,7 @@ def graph_programs(
     small = {position for position in returned if _bytes_of(results[position]) <= _SMALL_BYTES}
     graphed = GraphedProgram(
         "CUDA graph of a forward",
-        InOnePiece(forward, pieces, is_first=True),
+        InOnePiece(forward, pieces, is_first=True, meter=None if backward is None else meter),
         recorder,
         graph.num_outputs,
         hides=backward is not None,
@@ -230,11 +237,13 @@ def graph_programs(
     )
     if backward is None or graph.backward is None:
         return graphed, None
+    if allocating is not None:
+        _pairs.add(graphed)
     num_inputs, num_stored = len(backward.schedule.inputs), len(backward.schedule.destinations)
     storing = StoringProgram(backward) if num_stored else None
     graphed_backward = GraphedProgram(
         "CUDA graph of a backward",
-        storing or InOnePiece(backward, pieces, is_first=False),
+        storing or InOnePiece(backward, pieces, is_first=False, meter=meter),
         SegmentRecorder(recorder) if storing else recorder,
         len(graph_results(graph.backward)),
         changed=range(num_inputs, num_inputs + num_stored),

@@ -13,6 +13,7 @@ from gradsplit.compile_core.ir.loops import LoopProgram
 from gradsplit.compile_core.ir.temporary_memory import TemporaryMemory
 from gradsplit.compile_core.runtime.encode_program import encode_program
 from gradsplit.compile_core.runtime.instructions import Instructions, Launch, instructions_of
+from gradsplit.compile_core.runtime.meter_calls import CallMeter, meter_calls
 from gradsplit.compile_core.runtime.region_interpreter import Run, region_interpreter
 from gradsplit.compile_core.runtime.share_temporaries import share_temporaries
 from gradsplit.compile_core.runtime.write_program import write_program
@@ -56,11 +57,14 @@ def link_program(
         sources: one for each nest of the program.
         kernels: the built kernel of each source, by the nest's name; takes the tensors of
             ``KernelSource.buffers``, or their addresses.
-        memory: where its temporaries lie; else, with what it returns, where torch's allocator puts them.
+        memory: where its temporaries lie; else, with what it returns, where torch's allocator puts them. Or what
+            meters its calls.
     """
     built = all(isinstance(kernel, BuiltKernel) for kernel in kernels.values())
     instructions = instructions_of(program, kernels_take_addresses=built)
-    if memory is not None:
+    if isinstance(memory, CallMeter):
+        memory, instructions = memory.of(program.name), meter_calls(instructions)
+    elif memory is not None:
         instructions = share_temporaries(instructions, memory.apart(program.name))
     by_name = {source.name: source for source in sources}
     for instruction in instructions.steps:

@@ -1,6 +1,6 @@
 """When a forward and its backward, run one after the other, allocate memory, and until when somebody holds it.
 
-It is told from their programs. What libraries take for themselves is not known.
+It is told from their programs, and what libraries take for themselves from a run of them, if there was one.
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
+from gradsplit.compile_core.ir.loops import ExternCall
 from gradsplit.compile_core.ir.step_effects import reads
 from gradsplit.compile_core.runtime.executable import Executable
 from gradsplit.compile_core.runtime.instructions import (
@@ -19,6 +21,7 @@ from gradsplit.compile_core.runtime.instructions import (
     may_alias,
 )
 from gradsplit.compile_core.runtime.link_program import LinkedProgram
+from gradsplit.compile_core.runtime.meter_calls import parts
 from gradsplit.compile_core.runtime.place_buffers import span_bytes
 from gradsplit.compile_core.runtime.share_temporaries import in_own_memory, makes_temporaries
 
@@ -40,15 +43,20 @@ class Memory:
 
 
 def memory_of_both(
-    forward: Executable, backward: Executable, kept: Mapping[int, int], num_visible: int
+    forward: Executable,
+    backward: Executable,
+    kept: Mapping[int, int],
+    num_visible: int,
+    taken: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> list[Memory] | None:
     """In the order in which it is allocated; ``None`` if their programs do not say.
 
     Args:
         kept: position among the backward's inputs -> position among the forward's results.
         num_visible: how many of the first results are held by others.
+        taken: bytes that calls take on the way; see ``CallMeter``.
     """
-    lives = _Lives()
+    lives = _Lives(taken)
     results = lives.run(forward, [None] * len(forward.schedule.inputs))
     if results is None:
         return None
@@ -68,7 +76,8 @@ class _Lives:
         made: what was allocated.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, taken: Mapping[str, Sequence[int]]) -> None:
+        self._taken = taken
         self._time = 0
         self.made: list[Memory] = []
 
@@ -100,6 +109,7 @@ class _Lives:
     def _run_region(self, instructions: Instructions, given: Sequence[Memory | None]) -> list[Memory | None]:
         program, own = instructions.program, in_own_memory(instructions)
         held = dict(zip(instructions.given, given, strict=False))
+        taken_by_parts = iter(self._taken.get(program.name, ()))
 
         def hold(buffer: str, memory: Memory | None, outlasts: bool) -> None:
             memory = memory or self._made(span_bytes(instructions.buffers[buffer]))
@@ -117,6 +127,8 @@ class _Lives:
                     for name in filter(None, call.outputs):
                         outlasts = not makes_temporaries(call, own)
                         hold(name, given_memory if may_alias(call.target) else None, outlasts)
+                    size = max(next(taken_by_parts, 0) for _ in parts(call))
+                    self._take(size, program.name, call, own)
                 case Free(buffers):
                     self.drop([held.pop(name, None) for name in buffers])
                 case _:
@@ -126,6 +138,14 @@ class _Lives:
         self._time += 1
         self.drop(held.values())
         return results
+
+    def _take(self, size: int, program: str, call: ExternCall, own: set[str]) -> None:
+        """What a call takes lies where its results do, while it runs."""
+        if size:
+            taken = self._made(size)
+            taken.ends, taken.outlasts = self._time, not makes_temporaries(call, own)
+            if not may_alias(call.target):
+                taken.buffers.update((program, name) for name in call.outputs if name is not None)
 
     def _made(self, size: int) -> Memory:
         self.made.append(Memory(size, self._time))

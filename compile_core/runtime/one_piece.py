@@ -8,7 +8,8 @@ there, too, as long as it fits: beside what is kept at first, where that was lat
 that recordings share, of which a piece is asked for in the same way: a network recorded layer by layer has that once.
 
 What fits is told from when the programs allocate, by what torch's allocator does with that. What libraries take for
-themselves is not known: where it does not fit, the allocator asks for further pieces as ever.
+themselves is what they took when the program ran plainly (``meter_calls``); where more does not fit, the allocator asks
+for further pieces as ever.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 from gradsplit.compile_core.ir.communicator import Program
 from gradsplit.compile_core.ir.temporary_memory import TemporaryMemory, sharing
 from gradsplit.compile_core.runtime.memory_lives import Memory
+from gradsplit.compile_core.runtime.meter_calls import CallMeter, may_be_metered
 from gradsplit.compile_core.runtime.place_buffers import offsets
 from gradsplit.compile_core.runtime.shared_memory import piece_of
 
@@ -40,6 +42,8 @@ _PIECE_MULTIPLE_BYTES = 2 << 20
 # A piece is so much larger, one part in, if then all fits: less than what sharing wastes.
 _MOST_BEYOND = 64
 _MOST_TRIES = 4
+# Nothing is shared if it saves one part in so many of what lies apart then: a later pair would have to begin with it.
+_LEAST_GAIN = 8
 # Of allocations, in all that is tried: a second or less.
 _MOST_PLACED = 300_000
 
@@ -62,13 +66,25 @@ class InOnePiece:
     Args:
         pieces: ``None`` if the backward is not recorded within the forward; then all temporaries are shared.
         is_first: whether the recording begins with the allocation of the pieces.
+        meter: what looks at the first run, which is not recorded.
     """
 
-    def __init__(self, program: Program, pieces: Callable[[], Pieces | None], *, is_first: bool) -> None:
+    def __init__(
+        self,
+        program: Program,
+        pieces: Callable[[], Pieces | None],
+        *,
+        is_first: bool,
+        meter: CallMeter | None = None,
+    ) -> None:
         self._program, self._pieces, self._is_first = program, pieces, is_first
+        self._meter = meter
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
-        return self._program(inputs)
+        meter, self._meter = self._meter, None
+        if meter is None or not may_be_metered():
+            return self._program(inputs)
+        return sharing(self._program, meter)(inputs)
 
     def sharing(self, memory: TemporaryMemory) -> Program:
         """See ``SharingProgram``; where the result is called, the current GPU is the program's."""
@@ -113,8 +129,13 @@ def may_be_split(pieces: Pieces) -> bool:
     return limit < 0 or max(pieces.own_bytes, pieces.shared_bytes) < limit
 
 
-def pieces_for(memories: Sequence[Memory]) -> Pieces:
-    """For the memory of a forward and its backward, in the order in which it is allocated."""
+def pieces_for(memories: Sequence[Memory], pairs: int) -> Pieces:
+    """For the memory of a forward and its backward, in the order in which it is allocated.
+
+    Args:
+        pairs: how many of such there are. If all of them need less so, nothing is shared: of what one keeps, little may
+            be there yet, or any more, when its temporaries are largest.
+    """
     large = [memory for memory in memories if memory.bytes > _LARGEST_SMALL_BYTES]
     own = {memory for memory in large if memory.outlasts}
     size = _piece_bytes([memory for memory in large if memory in own])
@@ -123,6 +144,7 @@ def pieces_for(memories: Sequence[Memory]) -> Pieces:
     # What one call makes lies in one place. First what is large and held long. All at once is tried first, as often
     # all fits but what lives beside most of what is kept; then halves, their halves, and so on.
     calls = [[*made] for _, made in groupby(temporaries, lambda memory: memory.begins)]
+    calls = [made for made in calls if all(memory.buffers for memory in made)]
     parts = deque([sorted(calls, key=lambda made: -sum(map(_bytes_and_moments, made)))])
     placed = 0
     while parts and placed < _MOST_PLACED:
@@ -134,12 +156,19 @@ def pieces_for(memories: Sequence[Memory]) -> Pieces:
         elif len(part) > 1:
             half = len(part) // 2
             parts += [part[:half], part[half:]]
+    own_bytes = _piece_bytes([memory for memory in large if memory in own], most)
+    shared_bytes = _piece_bytes([memory for memory in large if memory not in own])
+    everything = own.union(*calls)
+    if len(everything) == len(large):
+        all_bytes = _piece_bytes(large)
+        more_bytes = (all_bytes - own_bytes) * pairs
+        if more_bytes + more_bytes // _LEAST_GAIN < shared_bytes:
+            own, own_bytes, shared_bytes = everything, all_bytes, 0
     names: dict[str, set[str]] = {}
     for memory in own:
         for program, buffer in memory.buffers:
             names.setdefault(program, set()).add(buffer)
-    own_bytes = _piece_bytes([memory for memory in large if memory in own], most)
-    return Pieces(own_bytes, _piece_bytes([memory for memory in large if memory not in own]), names)
+    return Pieces(own_bytes, shared_bytes, names)
 
 
 def _bytes_and_moments(memory: Memory) -> float:

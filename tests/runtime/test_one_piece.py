@@ -23,6 +23,8 @@ from tests.runtime.test_lent_memory import Step as TrainingStep
 from tests.runtime.test_share_temporaries import run_sharing
 
 MIB = 1 << 20
+# So many forwards with backwards that all share what they can.
+MANY = 1 << 20
 
 
 def memories(*lines: tuple[str, float, int, float, bool]) -> list[Memory]:
@@ -35,7 +37,7 @@ def memories(*lines: tuple[str, float, int, float, bool]) -> list[Memory]:
 
 def found(*lines: tuple[str, float, int, float, bool]) -> tuple[int, int, str]:
     """MiB of the pieces, and what lies in the first one."""
-    pieces = pieces_for(memories(*lines))
+    pieces = pieces_for(memories(*lines), MANY)
     names = pieces.apart.get("program", ())
     return pieces.own_bytes // MIB, pieces.shared_bytes // MIB, "".join(sorted(names))
 
@@ -75,6 +77,24 @@ def test_what_a_call_makes_lies_in_one_place() -> None:
     lines = [("k", 40, 0, 9, True), ("l", 20, 0, 1, True), ("t", 20, 2, 3, False), ("u", 20, 2, 3, False)]
     assert found(*lines) == (60, 40, "kl")
     assert found(*lines[:3], ("u", 20, 3, 3, False)) == (60, 20, "klt")
+
+
+@pytest.mark.parametrize(
+    ("pairs", "expected"), [(1, (100, 0, "klt")), (2, (100, 0, "klt")), (3, (80, 60, "kl"))]
+)
+def test_nothing_is_shared_where_all_pairs_need_less_so(pairs: int, expected: tuple[int, int, str]) -> None:
+    """When the largest temporary is there, half of what is kept is not."""
+    lines = memories(("k", 40, 0, 9, True), ("t", 60, 1, 1, False), ("l", 40, 2, 9, True))
+    pieces = pieces_for(lines, pairs)
+    names = "".join(sorted(pieces.apart["program"]))
+    assert (pieces.own_bytes // MIB, pieces.shared_bytes // MIB, names) == expected
+    # As large as both, or nearly so, it may as well be shared.
+    for begins, mib in ((0, 0), (2, 4)):
+        both = memories(("k", 40, 0, 9, True), ("t", 60, 1, 1, False), ("l", mib, begins, 9, True))
+        assert pieces_for(both, 1).shared_bytes == 60 * MIB
+    # So it must be if nothing that has a name lies there.
+    lines[1].buffers.clear()
+    assert pieces_for(lines, 1).shared_bytes == 60 * MIB
 
 
 def test_what_is_small_does_not_count() -> None:
@@ -134,7 +154,7 @@ def test_what_is_told_to_fit_fits(seed: int) -> None:
         ends = math.inf if outlasts else begins + generator.randint(0, 4)
         made.append((f"b{begins}", generator.choice([1.5, 3.75, 17, 47]), begins, ends, outlasts))
     everything = memories(*made)
-    pieces = pieces_for(everything)
+    pieces = pieces_for(everything, MANY)
     names = pieces.apart["program"]
     beside = [memory for memory in everything if any(name in names for _, name in memory.buffers)]
     others = [memory for memory in everything if memory not in beside]
@@ -279,8 +299,9 @@ def test_training_with_temporaries_here_and_there(
     """With pieces for small allocations, too. A dispatch mode sees where those lie that are made in Python."""
     made: list[Pieces] = []
 
-    def noted(memories: Sequence[Memory]) -> Pieces:
-        made.append(pieces_for(memories))
+    def noted(memories: Sequence[Memory], pairs: int) -> Pieces:
+        assert pairs >= 1
+        made.append(pieces_for(memories, MANY))
         return made[-1]
 
     monkeypatch.setattr(one_piece, "_LARGEST_SMALL_BYTES", 0)
