@@ -14,6 +14,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -38,7 +39,7 @@ from gradsplit.compile_core.runtime.memory_lives import memory_of_both
 from gradsplit.compile_core.runtime.meter_calls import CallMeter
 from gradsplit.compile_core.runtime.one_piece import InOnePiece, Pieces, may_be_split, pieces_for
 from gradsplit.compile_core.runtime.recorded_segments import GraphedBackward, SegmentRecorder, StoringProgram
-from gradsplit.compile_core.runtime.shared_memory import shared_memory
+from gradsplit.compile_core.runtime.shared_memory import SharedMemory, shared_memory
 from gradsplit.compile_core.torch_facts.dispatcher import MATRIX_PRODUCTS
 
 logger = logging.getLogger(__name__)
@@ -69,18 +70,31 @@ class CudaReplay:
 class CudaRecorder:
     """Captures on a stream that is there for it.
 
+    Torch gives cuBLAS 32 MiB for each thread on a stream, for good. On the caller's, that would be asked for amidst
+    what the first step computes, and would hold the piece in which it lies. So programs that call cuBLAS run for the
+    first time where they are captured, unless there are recordings, whose replays use that memory.
+
     Args:
         device: the GPU.
         pool: the memory of all graphs; else each has a pool of its own. Temporaries lie in ``shared_memory``.
         calls_cublas: whether what is recorded does.
+        runs_anywhere: whether it may run on any stream without a recording.
     """
 
-    def __init__(self, device: torch.device, pool: Any = None, *, calls_cublas: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        pool: Any = None,
+        *,
+        calls_cublas: bool = False,
+        runs_anywhere: bool = False,
+    ) -> None:
         self._device = device
         self._calls_cublas = calls_cublas
-        self._stream = _capture_stream(device)
+        self._is_rehearsed = calls_cublas and runs_anywhere
+        self._index = torch.cuda.current_device() if device.index is None else device.index
         self._pool = pool
-        self._memory = shared_memory(self._stream.device_index)
+        self._memory = shared_memory(self._index)
 
     def reason_against(self) -> str:
         return "another CUDA graph is being captured" if torch.cuda.is_current_stream_capturing() else ""
@@ -96,6 +110,14 @@ class CudaRecorder:
     def lent(self, tensors: list[torch.Tensor], replay: CudaReplay) -> list[torch.Tensor]:
         return lent_tensors(tensors, replay)
 
+    def rehearse(self, program: Program, inputs: list[Any]) -> Sequence[Any]:
+        memory = self._memory
+        if self._is_rehearsed and memory is not None:
+            with _stream_alone(self._index) as stream:
+                if not memory.is_recorded_in:
+                    return _run_on(stream, memory, program, inputs)
+        return program(inputs)
+
     def record(
         self, program: Program, inputs: list[torch.Tensor], within: CudaReplay | None = None
     ) -> tuple[CudaReplay, Sequence[Any]]:
@@ -104,9 +126,11 @@ class CudaRecorder:
         if memory is not None:
             program = sharing(program, memory)
         graph = torch.cuda.CUDAGraph()
-        generator = torch.cuda.default_generators[self._stream.device_index]
+        generator = torch.cuda.default_generators[self._index]
         state = generator.clone_state()
-        with _one_at_a_time, torch.cuda.device(self._device):
+        with _one_at_a_time, torch.cuda.device(self._index), _stream_alone(self._index) as stream:
+            if memory is not None:
+                memory.is_recorded_in = True
             torch.cuda.synchronize()
             # During a capture the allocator gives nothing back of what it keeps, and may find no memory for the graph.
             torch.cuda.empty_cache()
@@ -114,7 +138,7 @@ class CudaRecorder:
             collecting = gc.isenabled()
             gc.disable()
             try:
-                with torch.cuda.stream(self._stream):
+                with torch.cuda.stream(stream):
                     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                     try:
                         if memory is not None and self._calls_cublas:
@@ -137,7 +161,7 @@ class CudaRecorder:
                     gc.enable()
                 # Before a capture torch writes there from where recordings draw random numbers, and before a replay on
                 # the stream of that, to the same place: the one after the other.
-                torch.cuda.current_stream().wait_stream(self._stream)
+                torch.cuda.current_stream().wait_stream(stream)
         return CudaReplay(
             graph.replay if memory is None else memory.in_turn(graph.replay), graph.pool()
         ), results
@@ -149,10 +173,50 @@ class CudaRecorder:
         return current
 
 
+def _run_on(
+    stream: torch.cuda.Stream, memory: SharedMemory, program: Program, inputs: list[Any]
+) -> Sequence[Any]:
+    """What the current stream computed is ready by then, and the results are for what it computes next."""
+    current = torch.cuda.current_stream(stream.device)
+    _note_use(inputs, stream)
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        stream.wait_stream(current)
+        try:
+            with _one_at_a_time:
+                memory.have_workspace()
+            results = program(inputs)
+        finally:
+            current.wait_stream(stream)
+    _note_use(results, current)
+    return results
+
+
+@contextmanager
+def _stream_alone(index: int) -> Iterator[torch.cuda.Stream]:
+    """A stream of a GPU that nobody else gets meanwhile, and the same each time if nobody asks meanwhile: cuBLAS keeps
+    32 MiB for each that it has seen."""
+    idle = _idle_streams(index)
+    try:
+        stream = idle.pop()
+    except IndexError:
+        stream = torch.cuda.Stream(index)
+    try:
+        yield stream
+    finally:
+        idle.append(stream)
+
+
 @cache
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One a device: cuBLAS keeps 32 MiB for each stream that it has seen."""
-    return torch.cuda.Stream(device)
+def _idle_streams(index: int) -> list[torch.cuda.Stream]:
+    return []
+
+
+def _note_use(values: Sequence[Any], stream: torch.cuda.Stream) -> None:
+    """Where these lie nothing else does, once they are freed, before a stream has done what it was given by then."""
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.is_cuda:
+            # Not a change of the tensor.
+            value.data.record_stream(stream)
 
 
 def with_cuda_graphs(
@@ -180,7 +244,11 @@ def with_cuda_graphs(
         return forward, backward
     device = next(_devices(graph.forward))
     modules = [graph.forward, *([] if graph.backward is None else [graph.backward])]
-    recorder = CudaRecorder(device, calls_cublas=any(map(_calls_cublas, modules)))
+    recorder = CudaRecorder(
+        device,
+        calls_cublas=any(map(_calls_cublas, modules)),
+        runs_anywhere=all(map(runs_on_any_stream, modules)),
+    )
     if backward is not None and graph.backward is not None:
         reason = reason_against(graph.backward)
         if reason:
@@ -291,6 +359,17 @@ def launches_kernels(module: torch.fx.GraphModule) -> bool:
 
 def _calls_cublas(module: torch.fx.GraphModule) -> bool:
     return any(getattr(node.target, "overloadpacket", None) in MATRIX_PRODUCTS for node in module.graph.nodes)
+
+
+def runs_on_any_stream(module: torch.fx.GraphModule) -> bool:
+    """Whether all that a graph calls is torch's or ours: a user's operator may launch on the default stream always."""
+    targets = [node.target for node in module.graph.nodes if node.op == "call_function"]
+    return all(
+        target.namespace in ("aten", "prims", "gradsplit")
+        if isinstance(target, torch._ops.OpOverload)
+        else getattr(target, "__module__", "") == operator.getitem.__module__
+        for target in targets
+    )
 
 
 def _returns(target: Any) -> Sequence[Any]:

@@ -70,6 +70,10 @@ class Recorder(Protocol):
         ``record``."""
         ...
 
+    def rehearse(self, program: Program, inputs: list[Any]) -> Sequence[Any]:
+        """The results of the first run, which is not recorded."""
+        ...
+
     def record(
         self, program: Program, inputs: list[torch.Tensor], within: Any = None
     ) -> tuple[Callable[[], None], Sequence[Any]]:
@@ -228,6 +232,7 @@ class GraphedProgram:
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         with self._lock:
             places = places_of(inputs)
+            is_new = self._seen is None
             found = self._find_sources(places)
             recording = None if self._given_up else self._choose(inputs, places, found)
             if recording is not None:
@@ -243,7 +248,8 @@ class GraphedProgram:
                 inputs.clear()
                 return results
             self._restore(inputs, found)
-        return self._program(inputs)
+            is_first = is_new and self._seen is not None
+        return self.recorder.rehearse(self._program, inputs) if is_first else self._program(inputs)
 
     def restored(self, saved: Sequence[Any]) -> list[Any]:
         """What was saved for a backward, with all that its forward kept."""

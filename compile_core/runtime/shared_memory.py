@@ -36,12 +36,16 @@ class SharedMemory:
 
     Args:
         index: the GPU's.
+
+    Attributes:
+        is_recorded_in: whether any recording was begun.
     """
 
     def __init__(self, index: int) -> None:
         self._index = index
         self._pool = torch.cuda.graph_pool_handle()
         self._is_entered = False
+        self.is_recorded_in = False
         self._room_bytes = 0
         # Torch keeps a pool until each ``begin_allocating`` has been followed by its ``release_pool``.
         begin_allocating(index, self._pool)

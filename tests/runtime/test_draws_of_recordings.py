@@ -38,7 +38,6 @@ class Gpu:
 
 class Stream:
     def __init__(self, *_: Any) -> None:
-        self.device_index = 0
         self.given: list[Callable[[], None]] = []
 
     def wait_stream(self, other: Stream) -> None:
@@ -82,9 +81,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
         "current_stream": lambda: made.current,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    cuda_graphs._capture_stream.cache_clear()
+    cuda_graphs._idle_streams.cache_clear()
     yield made
-    cuda_graphs._capture_stream.cache_clear()
+    cuda_graphs._idle_streams.cache_clear()
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -123,12 +122,13 @@ def test_a_replay_draws_what_the_program_would(monkeypatch: pytest.MonkeyPatch) 
     torch.cuda.synchronize()
     begin()
     expected = drawn_late([x])[1]
-    emptied = torch.cuda.empty_cache
+    emptied, stream = torch.cuda.empty_cache, torch.cuda.Stream(device)
+    monkeypatch.setattr(cuda_graphs, "_idle_streams", lambda index: [stream])
 
     def busy() -> None:
         """The last that is done before a capture: its stream is late by 50 ms, less than the program takes."""
         emptied()
-        with torch.cuda.stream(cuda_graphs._capture_stream(device)):
+        with torch.cuda.stream(stream):
             torch.cuda._sleep(100_000_000)
 
     monkeypatch.setattr(torch.cuda, "empty_cache", busy)
