@@ -27,6 +27,7 @@ from tests.lowering.band_programs import inputs_of, norm_backward
 from tests.lowering.codegen_nests import (
     HAND_WRITTEN,
     Case,
+    NestBuilder,
     channel_variances,
     columns_of_parts,
     embedding,
@@ -114,6 +115,22 @@ def test_zeros_have_their_signs(operation: str, dtype: torch.dtype, folder: Path
     zeros = expected == 0
     assert zeros.any()
     torch.testing.assert_close(storages["y"][zeros].signbit(), expected[zeros].signbit())
+
+
+def test_a_normal_distributions_function_loses_nothing_near_0(folder: Path) -> None:
+    """Where the error function is near -1, their sum in float32 has no digit that is right."""
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e30, -1e30, 1e-30])
+    x = torch.cat([torch.linspace(-14, 14, 20000), special])
+    b = NestBuilder((len(x),))
+    b.buffer("x", tuple(x.shape))
+    b.buffer("y", tuple(x.shape))
+    b.store("y", (0,), b.apply("add", b.constant(1.0), b.apply("erf", b.load("x", (0,)))))
+    case, storages = (b.nest("distribution"), b.buffers), {"x": x, "y": torch.empty_like(x)}
+    assert "one_and_erf32" in run(case, storages, folder)
+    expected = torch.special.erfc(-x.double())
+    torch.testing.assert_close(storages["y"].double(), expected, rtol=0, atol=2.4e-7, equal_nan=True)
+    near = (x < 0) & (x > -3)
+    torch.testing.assert_close(storages["y"][near].double(), expected[near], rtol=2e-4, atol=0)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)

@@ -313,12 +313,22 @@ class TritonWriter:
                 return [f"v{n} = ({' + '.join(terms)}).to(tl.int64)"]
             case Apply(operation="random_word", arguments=(seed, _)) if self._comes_in_pairs(statement):
                 return [f"v{n} = both_words(v{seed}, {self._half_position(statement)})"]
+            case Apply(operation="add") if (argument := self._erf_beside_one(statement)) is not None:
+                return [f"v{n} = one_and_erf32(v{argument})"]
             case Apply(arguments=arguments):
                 dtypes = [self.dtypes[argument] for argument in arguments]
                 expression = scalar_triton.apply(statement, [f"v{a}" for a in arguments], dtypes)
                 return [f"v{n} = {expression}"]
             case Reduce():
                 return []
+
+    def _erf_beside_one(self, added: Apply) -> int | None:
+        """Of which statement this adds the error function and 1, as a normal distribution's function does."""
+        for one, other in (added.arguments, added.arguments[::-1]):
+            match self.nest.body[one], self.nest.body[other]:
+                case Constant(value=1.0), Apply("erf", (argument,), torch.float32):
+                    return argument
+        return None
 
     def _comes_in_pairs(self, word: Apply) -> bool:
         """Whether neighbours along the last side of the tile take the two words of one block of random bits."""
