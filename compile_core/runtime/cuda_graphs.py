@@ -14,7 +14,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -138,7 +138,10 @@ class CudaRecorder:
             collecting = gc.isenabled()
             gc.disable()
             try:
-                with torch.cuda.stream(stream):
+                # Before a capture torch writes there from where recordings draw random numbers, and before a replay on
+                # the stream of that, to the same place.
+                turn = nullcontext() if memory is None else memory.turn_of(stream)
+                with turn, torch.cuda.stream(stream):
                     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                     try:
                         if memory is not None and self._calls_cublas:
@@ -159,8 +162,6 @@ class CudaRecorder:
             finally:
                 if collecting:
                     gc.enable()
-                # Before a capture torch writes there from where recordings draw random numbers, and before a replay on
-                # the stream of that, to the same place: the one after the other.
                 torch.cuda.current_stream().wait_stream(stream)
         return CudaReplay(
             graph.replay if memory is None else memory.in_turn(graph.replay), graph.pool()

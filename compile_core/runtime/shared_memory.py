@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -107,6 +108,18 @@ class SharedMemory:
                     self._last_replay.record(self._last_stream)
 
         return replay_in_turn
+
+    @contextmanager
+    def turn_of(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """What a stream is given inside has a turn of its own among the replays."""
+        with self._turn:
+            if self._last_stream is not None:
+                stream.wait_event(self._last_replay)
+            try:
+                yield
+            finally:
+                self._last_stream, self._last_raw_stream = stream, stream.cuda_stream
+                self._last_replay.record(stream)
 
     def check_apart(self, results: Iterable[Any]) -> None:
         """Makes sure that none of these lies here.

@@ -50,7 +50,7 @@ class Device:
 
 class Stream:
     def __init__(self, device: Device, number: int) -> None:
-        self.device, self.number = device, number
+        self.device, self.number, self.cuda_stream = device, number, number
 
     def wait_event(self, event: Any) -> None:
         self.device.log.append(f"{self.number} waits")
@@ -114,6 +114,21 @@ def test_replays_of_several_threads_take_turns(device: Device) -> None:
     for thread in threads:
         thread.join()
     assert device.log == ["runs", "1 records"] * 400
+
+
+def test_a_capture_is_a_turn(device: Device) -> None:
+    """Of all threads: torch writes where recordings draw from before a capture, as before a replay."""
+    memory = SharedMemory(0)
+    replay = memory.in_turn(device.replay("a"))
+    replay()
+    device.log.clear()
+    thread = threading.Thread(target=replay)
+    with memory.turn_of(Stream(device, 7)):
+        thread.start()
+        thread.join(0.05)
+        device.log.append("captured")
+    thread.join()
+    assert device.log == ["7 waits", "captured", "7 records", "1 waits", "1 runs a", "1 records"]
 
 
 def test_what_fails_while_it_was_entered_leaves_it(device: Device) -> None:
