@@ -30,12 +30,12 @@ def test_layer_norm() -> None:
         nest fused_mean_sub_mul_add_rsqrt_0 [i:10 | j:8]
           %0 = load arg0_1[8*i + j] float32
           %1 = reduce_sum(%0) float32
-          %2 = 8.0 float32
-          %3 = div(%1, %2) float32
+          %2 = 0.125 float32
+          %3 = mul(%1, %2) float32
           %4 = sub(%0, %3) float32
           %5 = mul(%4, %4) float32
           %6 = reduce_sum(%5) float32
-          %7 = div(%6, %2) float32
+          %7 = mul(%2, %6) float32
           %8 = mul(%3, %3) float32
           %9 = 0.0 float32
           %10 = mul(%8, %9) float32
@@ -106,13 +106,13 @@ def test_layer_norm_backward() -> None:
         nest fused_mean_sub_mul_add_rsqrt_sum_0 [i:6 | j:8]
           %0 = load arg0_1[8*i + j] float32
           %1 = reduce_sum(%0) float32
-          %2 = 8.0 float32
-          %3 = div(%1, %2) float32
+          %2 = 0.125 float32
+          %3 = mul(%1, %2) float32
           mean[i] = %3
           %5 = sub(%0, %3) float32
           %6 = mul(%5, %5) float32
           %7 = reduce_sum(%6) float32
-          %8 = div(%7, %2) float32
+          %8 = mul(%2, %7) float32
           %9 = mul(%3, %3) float32
           %10 = 0.0 float32
           %11 = mul(%9, %10) float32
@@ -130,11 +130,10 @@ def test_layer_norm_backward() -> None:
           %23 = reduce_sum(%22) float32
           %24 = mul(%21, %23) float32
           %25 = add(%20, %24) float32
-          %26 = 0.125 float32
-          %27 = mul(%25, %26) float32
-          %28 = sub(%19, %27) float32
-          %29 = mul(%15, %28) float32
-          mul_10[8*i + j] = %29
+          %26 = mul(%2, %25) float32
+          %27 = sub(%19, %26) float32
+          %28 = mul(%15, %27) float32
+          mul_10[8*i + j] = %28
         nest fused_sub_mul_sum_1 [i:8 | j:6]
           %0 = load arg3_1[i + 8*j] float32
           %1 = load arg0_1[i + 8*j] float32

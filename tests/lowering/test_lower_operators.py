@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import gradsplit
-from gradsplit.compile_core.ir.loops import ExternCall, View
+from gradsplit.compile_core.ir.loops import Apply, ExternCall, View
 from gradsplit.compile_core.ir.verify_loops import verify_program
 from gradsplit.compile_core.lowering.fusion.fuse import fuse
 from gradsplit.compile_core.lowering.graph_to_loops.extern_rules import fallback_calls
@@ -51,6 +51,21 @@ UNARY: list[Function] = [
 def test_unary(number: int, dtype: torch.dtype) -> None:
     program = check(UNARY[number], _x(6, 10, dtype=dtype))
     assert not fallback_calls(program)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("divisor", [512.0, -0.25, 2.0**100, 3.0, 0.0, float("inf"), float("nan"), 2.0**-127])
+def test_a_quotient_by_a_power_of_two_is_a_product(dtype: torch.dtype, divisor: float) -> None:
+    """Bit for bit, also where results are below the least normal number."""
+    least = torch.finfo(torch.float32).smallest_normal
+    numbers = [0.0, -0.0, 1.0, -3.7, torch.inf, torch.nan, 3e38, least, least * 1.37, -least / 64 * 1.7]
+    x = torch.tensor(numbers, dtype=torch.float64).to(dtype)
+    program = check(lambda x: x / divisor, x, tolerance=0.0)
+    (found,) = evaluate(program, [x])
+    assert torch.equal(found.signbit() | found.isnan(), (x / divisor).signbit() | found.isnan())
+    (nest,) = nests(program)
+    operations = [statement.operation for statement in nest.body if isinstance(statement, Apply)]
+    assert ("div" not in operations) == (divisor in (512.0, -0.25, 2.0**100))
 
 
 BINARY: list[Function] = [

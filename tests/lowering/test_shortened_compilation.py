@@ -154,3 +154,12 @@ def test_passes_are_left_out_by_what_a_kernel_has() -> None:
         kernel: [a is b for a, b in zip(found, whole, strict=True)] for kernel, found in added.items()
     }
     assert left_out == {"tt.load": [False, False], "scf.for": [True, False], "scf.for tt.dot": [True, True]}
+
+
+@pytest.mark.parametrize("name", ["floor", "ceil"])
+def test_what_is_one_instruction_needs_no_library(name: str, tmp_path: Path) -> None:
+    """Libdevice takes numbers below the least normal one for 0, and LLVM reads it in full for each kernel."""
+    _, case = OPERATIONS[f"{name}_float32"]
+    text = compile_triton_for(generate_triton(*case), SM_90, tmp_path).asm["ptx"]
+    assert ("cvt.rmi.f32.f32" if name == "floor" else "cvt.rpi.f32.f32") in text
+    assert ".ftz" not in text

@@ -40,10 +40,19 @@ _COMMUTATIVE = frozenset(
     }
 )  # fmt: skip
 
+# Of powers of two that a float32 has with their inverses.
+_LARGEST_EXPONENT = 126
+
 
 def is_loop_dtype(dtype: torch.dtype) -> bool:
     """Whether bodies can compute with elements of ``dtype``."""
     return dtype in _LOOP_DTYPES
+
+
+def is_power_of_two(divisor: float) -> bool:
+    """Whether a quotient is, bit for bit, the product with the inverse: neither rounds, or both as the same number."""
+    fraction, exponent = math.frexp(divisor)
+    return abs(fraction) == 0.5 and abs(exponent) < _LARGEST_EXPONENT
 
 
 def value_dtype(statement: Statement) -> torch.dtype:
@@ -220,6 +229,8 @@ class BodyBuilder:
                 # A float64's quotient, rounded to float32, is that of float32.
                 quotients = (self.constant(number / known[1], dtype) for number in (1.0, 0.0))
                 return self.apply("where", (condition, *quotients), dtype)
+            if is_power_of_two(known[1]):
+                return self.apply("mul", (arguments[0], self.constant(1.0 / known[1], dtype)), dtype)
         if any(value is None for value in known):
             return None
         function = _COMPARISONS.get(operation) or _ARITHMETIC.get(operation) or _UNARY.get(operation)
