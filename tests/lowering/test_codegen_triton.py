@@ -231,6 +231,8 @@ def test_tiles_follow_the_shape() -> None:
     assert tiling(layer_norm(4096, 1024)).num_warps == 1
     assert tiling(layer_norm(64, 1024)).num_warps == 4  # few programs
     assert tiling(softmax(4096, 1024)).num_warps == 1
+    several = tiling(layer_norm(16_384, 64))
+    assert (several.x_block, several.num_warps) == (8, 1)
     assert tiling(softmax(100_000, 24)).num_warps == 4  # many rows in a program
     assert not tiling(softmax(64, 200_000)).persistent
     columns = tiling(column_sums(4096, 768))

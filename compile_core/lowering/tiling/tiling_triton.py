@@ -28,6 +28,9 @@ _COLUMN_SIDE = 32
 _NARROWEST_COLUMNS = 8
 # Elements of a tile that a warp works on; and where a program's rows are light.
 _WARP, _WARP_OF_LIGHT_ROWS = 256, 1024
+# Of a program of several light rows, which lie in one warp: a thread's elements are written out, and what is written
+# twice as often takes twice as long to compile.
+_SEVERAL_LIGHT_ROWS = 512
 _SHORT_ROW = 32  # of which a warp holds so many that it needs no other
 _TRANSPOSED_SIDE = 32
 # Of tiles with both sides in use: 16 bits side by side along a row's axis fill a sector, or half of one where rows
@@ -165,6 +168,8 @@ def _tile_reduction(nest: LoopNest) -> GpuTiling:
     is_thin = (
         persistent and not by_column and _has_light_rows(nest) and -(-rows // x_block) >= _WANTED_PROGRAMS
     )
+    if is_thin:
+        x_block = max(1, min(x_block, _SEVERAL_LIGHT_ROWS // r_block))
     warps = max(1, min(16, power_of_two(x_block * r_block) // (_WARP_OF_LIGHT_ROWS if is_thin else _WARP)))
     outer = parallel - 1
     if by_column and outer > 0 and nest.extents[outer] % x_block == 0:
