@@ -141,13 +141,10 @@ CAPTURE_EDGES: dict[str, tuple[str, ...]] = {
         "values",
         "wrap",
     ),
-    "rebuild_iterators": ("values",),
     "reconstruct": (
         "graph",
         "object_model",
         "open_numbers",
-        "operations",
-        "rebuild_iterators",
         "values",
     ),
     "graph_breaks": ("code_objects", "directives", "frames", "object_model", "reconstruct", "values"),

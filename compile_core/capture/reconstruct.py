@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import types
 from typing import Any
@@ -13,33 +12,26 @@ from torch import fx
 from gradsplit.compile_core.capture.graph.side_effects import SideEffects
 from gradsplit.compile_core.capture.object_model.classes import ClassValue
 from gradsplit.compile_core.capture.object_model.exceptions import ExceptionValue
-from gradsplit.compile_core.capture.object_model.functions import BoundMethodValue, CellValue, FunctionValue
-from gradsplit.compile_core.capture.object_model.instance_dict import MISSING, InstanceDict
+from gradsplit.compile_core.capture.object_model.functions import CellValue, FunctionValue
+from gradsplit.compile_core.capture.object_model.instance_dict import MISSING
 from gradsplit.compile_core.capture.object_model.made_classes import refuse_made
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue
-from gradsplit.compile_core.capture.object_model.overriding_tensors import OverridingTensor
-from gradsplit.compile_core.capture.object_model.partials import PartialValue
 from gradsplit.compile_core.capture.open_numbers.conditions import ConditionValue
 from gradsplit.compile_core.capture.open_numbers.growing_lists import GrowingList
 from gradsplit.compile_core.capture.open_numbers.scalars import ScalarValue
 from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import SymbolicNumber, is_of_data
-from gradsplit.compile_core.capture.operations.operator_rules import GetterValue
-from gradsplit.compile_core.capture.rebuild_iterators import build_iterator
 from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, Value
 from gradsplit.compile_core.capture.values.constants import (
-    BuiltinMethod,
     ConstantValue,
     IteratorValue,
-    is_none,
 )
 from gradsplit.compile_core.capture.values.containers import (
     ContainerValue,
     ListValue,
     SequenceValue,
-    SliceValue,
 )
 from gradsplit.compile_core.capture.values.deques import DequeValue
-from gradsplit.compile_core.capture.values.mappings import DictValue, ReadOnlyView
+from gradsplit.compile_core.capture.values.mappings import DictValue
 from gradsplit.compile_core.capture.values.references import ReferenceValue
 from gradsplit.compile_core.capture.values.sets import SetValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue
@@ -79,9 +71,21 @@ class RunnerWriter(SourceWriter):
         name = self._names.get(id(value))
         if name is None:
             self._kept.append(value)
-            name = self._build(value)
-            self._names[id(value)] = name
+            name = self._names[id(value)] = self._build(value)
+            for attribute, item in getattr(value, "changes", {}).items():
+                if item is not MISSING:
+                    self.lines.append(f"object.__setattr__({name}, {attribute!r}, {self.emit(item)})")
         return name
+
+    def made(self, maker: Any, *args: Any, **kwargs: Any) -> str:
+        """The name of what a call gives, whose arguments are values, tuples of them, or constants."""
+        named = [f"{key}={self._argument(argument)}" for key, argument in kwargs.items()]
+        return self.bind(f"{self.constant(maker)}({', '.join([*map(self._argument, args), *named])})")
+
+    def _argument(self, argument: Any) -> str:
+        if isinstance(argument, tuple):
+            return f"({''.join(f'{self._argument(part)}, ' for part in argument)})"
+        return self.emit(argument) if isinstance(argument, (Value, LazyValue)) else self.constant(argument)
 
     def _name(self, value: Value, expression: str) -> str:
         """Bind a value that may be part of itself before its parts are built."""
@@ -91,6 +95,9 @@ class RunnerWriter(SourceWriter):
     def _build(self, value: Value) -> str:
         if self.state.made_classes:
             refuse_made(self.state, value.real if isinstance(value, ClassValue) else value.python_type())
+        made = value.rebuild(self)
+        if made is not None:
+            return made
         if isinstance(value, (ScalarValue, ConditionValue)) or is_of_data(value):
             given: list[Value] = [SequenceValue([], tuple), value]
             dtype = ConstantValue(_HELD_AS[value.python_type()])
@@ -107,48 +114,15 @@ class RunnerWriter(SourceWriter):
             if value.cls is torch.nn.Parameter and not value.fake.requires_grad:
                 # Of a leaf's class a backend keeps nothing where no gradients are gathered.
                 result = self.bind(f"{self.constant(torch.nn.Parameter)}({result}, False)")
-            if not value.changes:
-                return result
-            name = self._name(value, result)
-            self.lines += [f"{name}.{key} = {self.emit(item)}" for key, item in value.changes.items()]
-            return name
-        if isinstance(value, OverridingTensor):
-            made = f"{self.emit(value.tensor)}.as_subclass({self.constant(value.cls)})"
-            return self._with_attributes(value, self._name(value, made))
+            return result
         if isinstance(value, SequenceValue):
             return self._build_sequence(value)
-        if isinstance(value, InstanceDict):
-            assert isinstance(value.instance, InstanceValue)
-            return self.bind(f"object.__getattribute__({self.emit(value.instance)}, '__dict__')")
-        if isinstance(value, ReadOnlyView):
-            return self.bind(f"{self.constant(value.cls)}({self.emit(value.mapping)})")
         if isinstance(value, DictValue):
             return self._build_dict(value)
-        if isinstance(value, SetValue):
-            members = ", ".join(self.emit(member) for member in value.arranged())
-            return self.bind(f"{self.constant(value.cls)}(({members}{',' if members else ''}))")
-        if isinstance(value, SliceValue):
-            return self.bind(f"slice({', '.join(self.emit(part) for part in value.parts)})")
         if isinstance(value, FunctionValue):
             return self.constant(value.real) if value.real is not None else self._build_function(value)
         if isinstance(value, CellValue):
             return self._build_cell(value)
-        if isinstance(value, BoundMethodValue):
-            parts = f"{self.emit(value.function)}, {self.emit(value.owner)}"
-            return self.bind(f"{self.constant(types.MethodType)}({parts})")
-        if isinstance(value, BuiltinMethod):
-            return self.bind(f"({self.emit(value.owner)}).{value.name}")
-        if isinstance(value, PartialValue):
-            named = [f"{key}={self.emit(item)}" for key, item in value.kwargs.held(self.state).items()]
-            parts = [value.function, *value.args.all(self.state)]
-            shown = ", ".join([*(self.emit(part) for part in parts), *named])
-            name = self._name(value, f"{self.constant(functools.partial)}({shown})")
-            self.lines += [f"{name}.{key} = {self.emit(item)}" for key, item in value.changes.items()]
-            return name
-        if isinstance(value, GetterValue):
-            shown = [self.emit(item) for item in value.args]
-            shown += [f"{key}={self.emit(item)}" for key, item in value.kwargs.items()]
-            return self.bind(f"{self.constant(value.cls)}({', '.join(shown)})")
         if isinstance(value, ReferenceValue):
             return self.constant(value.real)
         if isinstance(value, ExceptionValue):
@@ -156,10 +130,8 @@ class RunnerWriter(SourceWriter):
         if isinstance(value, InstanceValue):
             return self.constant(value.real) if value.real is not None else self._build_instance(value)
         if isinstance(value, IteratorValue):
-            return self._name(value, build_iterator(self, value))
-        made = value.rebuild(self)
-        if made is not None:
-            return made
+            kind = value.python_type().__name__
+            raise self.state.unsupported("live-iterator", f"a {kind} that has begun and cannot be made anew")
         raise self.state.unsupported("result", f"no rule to hand out {value.describe()}")
 
     def _build_instance(self, value: InstanceValue) -> str:
@@ -175,13 +147,6 @@ class RunnerWriter(SourceWriter):
             )
         if isinstance(content, ContainerValue):
             self.lines += self._content_lines(content, name)
-        return self._with_attributes(value, name)
-
-    def _with_attributes(self, value: InstanceValue, name: str) -> str:
-        store = self.constant(object.__setattr__)
-        for attribute, item in value.changes.items():
-            if item is not MISSING:
-                self.lines.append(f"{store}({name}, {attribute!r}, {self.emit(item)})")
         return name
 
     def _content_lines(self, content: ContainerValue, name: str) -> list[str]:
@@ -231,10 +196,7 @@ class RunnerWriter(SourceWriter):
         args = ", ".join(self.emit(item) for item in value.args)
         name = self._name(value, f"{self.constant(value.cls.__new__)}({self.constant(value.cls)}, {args})")
         self.lines.append(f"{self.constant(value.builtin_class.__init__)}({name}, {args})")
-        self._with_attributes(value, name)
-        links = [("__cause__", value.cause), ("__context__", value.context)]
-        self.lines += [f"{name}.{link} = {self.emit(item)}" for link, item in links if not is_none(item)]
-        self.lines.append(f"{name}.__suppress_context__ = {value.suppresses_context}")
+        self.lines += [f"{name}.{link} = {self.emit(item)}" for link, item in value.links.items()]
         return name
 
     def _build_sequence(self, value: SequenceValue) -> str:
@@ -246,18 +208,15 @@ class RunnerWriter(SourceWriter):
             name = self._name(value, "[]")
             self.lines.append(f"{name}[:] = [{', '.join(self.emit(item) for item in value.items)}]")
             return name
-        items = "".join(f"{self.emit(item)}, " for item in value.items)
         if value.cls is tuple:
-            return self.bind(f"({items})")
-        maker = self.constant(value.cls._make if hasattr(value.cls, "_make") else value.cls)
-        return self.bind(f"{maker}(({items}))")
+            return self.bind(f"({''.join(f'{self.emit(item)}, ' for item in value.items)})")
+        return self.made(getattr(value.cls, "_make", value.cls), tuple(value.items))
 
     def _build_dict(self, value: DictValue) -> str:
         factory = "" if value.default_factory is None else self.emit(value.default_factory)
         name = self._name(value, "{}" if value.cls is dict else f"{self.constant(value.cls)}({factory})")
         for key, item in value.entries.values():
             self.lines.append(f"{name}[{self.emit(key)}] = {self.emit(item)}")
-        self.lines += [f"{name}.{key} = {self.emit(item)}" for key, item in value.changes.items()]
         return name
 
     def _build_function(self, value: FunctionValue) -> str:
@@ -273,9 +232,6 @@ class RunnerWriter(SourceWriter):
             self.lines.append(f"{name}.__kwdefaults__ = {{{items}}}")
         if value.annotations is not None:
             self.lines.append(f"{name}.__annotations__ = {self.emit(value.annotations)}")
-        for attribute, item in value.changes.items():
-            if item is not MISSING:
-                self.lines.append(f"{name}.{attribute} = {self.emit(item)}")
         return name
 
     def _build_cell(self, value: CellValue) -> str:
@@ -295,11 +251,6 @@ class RunnerWriter(SourceWriter):
             assert isinstance(container, ContainerValue)
             self._effects += self._content_lines(container, self.emit(container))
         for (_, attribute), owner in effects.attributes.items():
-            if isinstance(owner, (TensorValue, DictValue)):
-                text = f"{self.emit(owner)}.{attribute} = {self.emit(owner.changes[attribute])}"
-                self._effects.append(text)
-                continue
-            assert isinstance(owner, (InstanceValue, FunctionValue))
             self._replay_attribute(owner, attribute)
         for cell in effects.cells.values():
             assert isinstance(cell, CellValue)
@@ -321,14 +272,13 @@ class RunnerWriter(SourceWriter):
             self._effects.append(f"{self.constant(give)}({', '.join(map(self.emit, arguments))})")
         check_view_copies(self.state, [*self.outputs])
 
-    def _replay_attribute(self, owner: InstanceValue | FunctionValue, attribute: str) -> None:
+    def _replay_attribute(self, owner: Any, attribute: str) -> None:
         """Store or delete; what the class itself does at a store was run by the capture."""
         name, value = self.emit(owner), owner.changes[attribute]
-        prefix, suffix = ("", "") if isinstance(owner, FunctionValue) else ("object.__", "__")
-        if attribute in owner.deleted:
-            self._effects.append(f"{prefix}delattr{suffix}({name}, {attribute!r})")
+        if attribute in getattr(owner, "deleted", ()):
+            self._effects.append(f"object.__delattr__({name}, {attribute!r})")
         if value is not MISSING:
-            self._effects.append(f"{prefix}setattr{suffix}({name}, {attribute!r}, {self.emit(value)})")
+            self._effects.append(f"object.__setattr__({name}, {attribute!r}, {self.emit(value)})")
 
     def finish(
         self, arguments: tuple[str, ...], has_graph: bool, writes_inputs: bool, last_lines: list[str]

@@ -148,7 +148,7 @@ class Capture(CaptureState):
             return self.wrap(real, None)
         raise self.unsupported("constant", f"a value of type {type(real).__qualname__}")
 
-    def as_index(self, value: Value, what: str) -> int:
+    def as_index(self, value: Value, refusal: str = "{!r} object cannot be interpreted as an integer") -> int:
         found = special_call(self, value, "__index__", [])
         value = value if found is None else found
         if isinstance(value, TensorValue):
@@ -158,7 +158,7 @@ class Capture(CaptureState):
         except NotConstant:
             real = None
         if not isinstance(real, int):
-            raise self.raise_exception(TypeError, f"{what}, not {value.python_type().__name__}")
+            raise self.raise_exception(TypeError, refusal.format(value.python_type().__name__))
         return int(real)
 
     def less(self, one: Value, other: Value) -> bool:

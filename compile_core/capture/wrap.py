@@ -31,7 +31,7 @@ from gradsplit.compile_core.capture.object_model.functions import (
     CellValue,
     FunctionValue,
 )
-from gradsplit.compile_core.capture.object_model.libraries import is_library_name
+from gradsplit.compile_core.capture.object_model.libraries import is_empty_cell, is_library_name
 from gradsplit.compile_core.capture.object_model.modules import ModuleValue
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue, is_plain_layout
 from gradsplit.compile_core.capture.object_model.opaque import ChangingText, wrap_opaque
@@ -48,7 +48,7 @@ from gradsplit.compile_core.capture.python_rules.cached_functions import CachedF
 from gradsplit.compile_core.capture.python_rules.context_variables import ContextVariable
 from gradsplit.compile_core.capture.python_rules.drawn_numbers import GENERATORS, wrap_generator
 from gradsplit.compile_core.capture.python_rules.locks import LOCKS, LockValue
-from gradsplit.compile_core.capture.torch_rules.torch_functions import find_torch_rule, tensor_function_rule
+from gradsplit.compile_core.capture.torch_rules.torch_functions import find_torch_rule
 from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, Value
 from gradsplit.compile_core.capture.values.call_rules import find_call_rule
 from gradsplit.compile_core.capture.values.constants import (
@@ -92,6 +92,14 @@ _BUILTIN_CALLABLES = (
     *(types.WrapperDescriptorType, types.MethodWrapperType),
 )
 
+
+def _wrap_builtin(real: Any, source: Source | None) -> Value:
+    rule = directive_rule(real) or find_call_rule(real) or find_torch_rule(real)
+    if rule is None and isinstance(real, (types.MethodDescriptorType, types.WrapperDescriptorType)):
+        rule = method_of_builtin_type(real)
+    return CallableReferenceValue(real, rule, source)
+
+
 # The values of objects that are known by identity.
 _BY_IDENTITY: dict[Any, Callable[[Any, Source | None], Value]] = {
     types.ModuleType: PythonModuleValue,
@@ -100,6 +108,7 @@ _BY_IDENTITY: dict[Any, Callable[[Any, Source | None], Value]] = {
     (property, types.GetSetDescriptorType, type(VARIABLE_FUNCTIONS)): PropertyValue,
     TYPE_FORMS: TypeFormValue,
     contextvars.ContextVar: ContextVariable,
+    (torch._ops.OpOverloadPacket, torch._ops.OpOverload, *NUMPY_FUNCTIONS): _wrap_builtin,
 }
 
 
@@ -114,17 +123,7 @@ _OWNERS = (*GENERATORS, *LOCKS)
 
 def wrap(state: CaptureState, real: Any, source: Source | None) -> Value:
     """The value of an existing object; the guards make sure that the object is the same kind next time."""
-    original = state.original_of(real)
-    if original is not real:
-        if source is not None:
-            state.guards.is_object(source, real)
-            source = AttributeSource(source, "original")
-        return wrap(state, original, source)
-    of_arrays = form_of_torchs_wrapper(real)
-    if of_arrays is not None:
-        state.guards.is_object(source, real)
-        return wrap(state, of_arrays, None)
-    attribute = compiled_by_torch(real)
+    attribute = "original" if state.original_of(real) is not real else compiled_by_torch(real)
     if attribute is not None:
         state.guards.is_object(source, real)
         return wrap(state, getattr(real, attribute), source and AttributeSource(source, attribute))
@@ -133,7 +132,8 @@ def wrap(state: CaptureState, real: Any, source: Source | None) -> Value:
     if type(real) in (tuple, frozenset, torch.Size) or (
         isinstance(real, tuple) and sequence_fields(type(real))
     ):
-        return _wrap_immutable(state, real, source)
+        state.guards.type_is(source, type(real))
+        return _container(state, real, type(real), source)
     found = state.known.get(id(real))
     if found is not None:
         value = found[1]
@@ -166,15 +166,6 @@ def _wrap_literal(state: CaptureState, real: Any, source: Source | None) -> Valu
     if type(real) in _OBJECTS_OF_THEIR_OWN:
         made.source = source  # handed on as the object that it is, which ``is`` tells, and containers of nan
     return made
-
-
-def _wrap_immutable(state: CaptureState, real: Any, source: Source | None) -> Value:
-    cls = type(real)
-    state.guards.type_is(source, cls)
-    if cls is frozenset:
-        return _wrap_set(state, real, source)
-    state.guards.length(source, len(real))
-    return SequenceValue(_lazy_items(real, source), cls, source)
 
 
 def _lazy_items(real: Any, source: Source | None) -> list[Any]:
@@ -221,9 +212,6 @@ def _wrap_object(state: CaptureState, real: Any, source: Source | None) -> Value
         return _wrap_tensor(state, real, source)
     if isinstance(real, (np.ndarray, np.generic)):
         return wrap_array(state, real, source)
-    if isinstance(real, NUMPY_FUNCTIONS):
-        state.guards.is_object(source, real)
-        return CallableReferenceValue(real, find_call_rule(real), source)
     if isinstance(real, torch.nn.Module):
         state.guards.type_is(source, type(real))
         return ModuleValue(type(real), real, source)
@@ -266,10 +254,6 @@ def _wrap_object(state: CaptureState, real: Any, source: Source | None) -> Value
     if type(real) in GETTERS:
         state.guards.is_object(source, real)
         return existing_getter(state, real, source or state.reference_source(type(real).__name__, real))
-    if isinstance(real, (torch._ops.OpOverloadPacket, torch._ops.OpOverload)):
-        # An operator of torch or of a library that registered its own; what it means for fake tensors comes with it.
-        state.guards.is_object(source, real)
-        return CallableReferenceValue(real, find_call_rule(real) or tensor_function_rule(real), source)
     instance = _wrap_instance(state, real, source)
     if instance is not None:
         return instance
@@ -301,7 +285,7 @@ def _wrap_tensor(state: CaptureState, real: torch.Tensor, source: Source | None)
 
 
 def _wrap_function(state: CaptureState, real: types.FunctionType, source: Source | None) -> Value:
-    included = beneath_torch_front_end(real)
+    included = form_of_torchs_wrapper(real) or beneath_torch_front_end(real)
     if included is not None:
         state.guards.is_object(source, real)
         return state.wrap(included, None)
@@ -355,14 +339,6 @@ def _wrap_defaults(state: CaptureState, real: types.FunctionType, owner: Source 
     return _lazy_items(real.__defaults__, place)
 
 
-def is_empty_cell(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return True
-    return False
-
-
 def wrap_cell(state: CaptureState, cell: types.CellType, source: Source | None) -> CellValue:
     """The one value of an existing cell, which lies at ``source``; its content is read when it is used."""
     found = state.known.get(id(cell))
@@ -402,13 +378,6 @@ def _wrap_owned(state: CaptureState, real: Any, source: Source | None) -> Value:
     return BuiltinMethod(state.wrap(real.__self__, source and AttributeSource(source, "__self__")), name)
 
 
-def _wrap_builtin(real: Any, source: Source | None) -> Value:
-    rule = directive_rule(real) or find_call_rule(real) or find_torch_rule(real)
-    if rule is None and isinstance(real, (types.MethodDescriptorType, types.WrapperDescriptorType)):
-        rule = method_of_builtin_type(real)
-    return CallableReferenceValue(real, rule, source)
-
-
 def _wrap_container(state: CaptureState, real: Any, source: Source | None) -> Value | None:
     cls = type(real)
     if cls is slice:
@@ -423,9 +392,13 @@ def _wrap_container(state: CaptureState, real: Any, source: Source | None) -> Va
 
 
 def _container(state: CaptureState, real: Any, cls: type, source: Source | None) -> Value:
-    """A list, set or dictionary, read by the methods of ``cls``, which may be a base of the object's class."""
-    if cls is set:
+    """A tuple, list, set or dictionary, read by the methods of ``cls``, which may be a base of the object's class."""
+    if cls is set or cls is frozenset:
         return _wrap_set(state, real, source)
+    if issubclass(cls, tuple):
+        items = list(tuple.__iter__(real))
+        state.guards.length(source, len(items))
+        return SequenceValue(_lazy_items(items, source), cls, source)
     if cls is list or cls is collections.deque:
         items = list(cls.__iter__(real))
         if type(real) is list and source is not None and state.sizes.history.has_grown(source, len(items)):
@@ -472,12 +445,6 @@ def _wrap_instance(state: CaptureState, real: Any, source: Source | None) -> Val
         if place is not None:
             state.guards.add([place], "{c0}.__eq__({0}, {c1})", [base, held], f"{source} == {held!r}")
         content: Value = ConstantValue(held)
-    elif base is tuple:
-        items = list(tuple.__iter__(real))
-        state.guards.length(place, len(items))
-        content = SequenceValue(_lazy_items(items, place), tuple, place)
-    elif base is frozenset:
-        content = _wrap_set(state, real, place)
     else:
         content = _container(state, real, base, place)
     return InstanceValue(cls, real, source, content)

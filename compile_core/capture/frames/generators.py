@@ -55,9 +55,8 @@ class GeneratorValue(MethodOwner, IteratorValue):
         if not issubclass(left.value.python_type(), StopIteration):
             return left
         error = state.raise_exception(RuntimeError, "generator raised StopIteration")
-        assert isinstance(error.value, ExceptionValue)
-        error.value.cause = error.value.context = left.value
-        error.value.suppresses_context = True
+        for link in ("__context__", "__cause__"):
+            error.value.set_attribute(state, link, left.value)
         return error
 
     @property

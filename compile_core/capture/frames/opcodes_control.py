@@ -261,7 +261,7 @@ def _raise(frame: Frame, instruction: Instruction) -> None:
             cause = cause.call(state, [], {})
         if not is_none(cause) and not isinstance(cause, ExceptionValue):
             raise state.raise_exception(TypeError, "exception causes must derive from BaseException")
-        raised.value.cause, raised.value.suppresses_context = cause, True
+        raised.value.set_attribute(state, "__cause__", cause)
     raise raised
 
 
@@ -302,7 +302,7 @@ def _check_group_match(frame: Frame, instruction: Instruction) -> None:
     state = frame.state
     wanted = _exception_classes(frame, frame.pop())
     value = frame.pop()
-    matched, rest = split_group(state, value, lambda cls: issubclass(cls, wanted))
+    matched, rest = split_group(state, value, lambda part: issubclass(part.cls, wanted))
     if matched is value and not issubclass(value.python_type(), BaseExceptionGroup):
         parts: list[Value] = [ConstantValue(""), SequenceValue([value], tuple)]
         matched = make_exception(state, BaseExceptionGroup, parts, {})

@@ -29,6 +29,7 @@ from gradsplit.compile_core.capture.values.constants import (
 )
 from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue, SliceValue
 from gradsplit.compile_core.capture.values.references import ReferenceValue
+from gradsplit.compile_core.capture.values.structures import map_parts
 from gradsplit.compile_core.capture.values.tensors import TensorValue
 from gradsplit.compile_core.capture.values.view_copies import is_view_copy, memory_of, note_view_copy
 from gradsplit.compile_core.ir import numpy_calls
@@ -243,12 +244,16 @@ def call_numpy(state: CaptureState, name: str, args: list[Value], kwargs: dict[s
         raise state.unsupported("numpy-call", f"NumPy's {name}: {error}") from error
     if versions != [value.tensor.fake._version for value in written] and device not in (None, "cpu"):
         raise state.unsupported("array-store", "a change of an array that lives on another device meanwhile")
-    arrays = _to_arrays(state, result)
-    if name in _OF_ALL_ELEMENTS and isinstance(arrays, ArrayValue) and arrays.tensor.fake.shape == (1,):
+    if name in _OF_ALL_ELEMENTS and isinstance(result, TensorValue) and result.fake.shape == (1,):
         # The stand-in keeps a dim, which a check of the answer finds where it should.
-        arrays = as_array(
-            state, state.call_tensor_op("call_method", "view", [arrays.tensor, SequenceValue([], tuple)], {})
-        )
+        result = state.call_tensor_op("call_method", "view", [result, SequenceValue([], tuple)], {})
+    fakes: list[Any] = []
+
+    def array_of(part: Value) -> Value:
+        fakes.append(part.fake if isinstance(part, TensorValue) else None)
+        return part if is_none(part) else as_array(state, part)
+
+    arrays = map_parts(state, result, array_of)
     changes = name.startswith("operator.i") and name != "operator.invert"
     if changes or name == "operator.setitem":
         return arrays
@@ -257,7 +262,7 @@ def call_numpy(state: CaptureState, name: str, args: list[Value], kwargs: dict[s
         for value in (*args, *kwargs.values())
         if isinstance(value, ArrayValue) and value.is_known
     }
-    answer = checked_answer(state, name, given, named, known, _fakes(state, arrays))
+    answer = checked_answer(state, name, given, named, known, fakes)
     of_scalar = name.startswith("ndarray.") and isinstance(args[0], ArrayValue) and args[0].is_scalar
     arguments = nodes_in((given, named))
     return _like_numpys(state, arrays, answer, of_scalar, arguments, known.keys() >= set(arguments))
@@ -275,10 +280,8 @@ def _like_numpys(
     """
     if isinstance(value, SequenceValue):
         parts = zip(value.all(state), answer, strict=True)
-        return SequenceValue(
-            [_like_numpys(state, item, part, of_scalar, arguments, is_known) for item, part in parts],
-            value.cls,
-        )
+        items = [_like_numpys(state, item, part, of_scalar, arguments, is_known) for item, part in parts]
+        return ListValue([*items]) if type(answer) is list else SequenceValue([*items], type(answer))
     if not isinstance(value, ArrayValue):
         return value
     tensor = value.tensor
@@ -304,12 +307,6 @@ def refuse_view_copy(state: CaptureState, array: ArrayValue) -> None:
         raise state.unsupported("numpy-view", f"the strides of {array.describe()}")
 
 
-def _fakes(state: CaptureState, value: Value) -> Any:
-    if isinstance(value, SequenceValue):
-        return tuple(_fakes(state, item) for item in value.all(state))
-    return value.tensor.fake if isinstance(value, ArrayValue) else value.as_constant()
-
-
 def operate(state: CaptureState, function: Any, *operands: Value) -> Value | None:
     """An operator of Python with an array or a dtype among its operands; None where there is neither."""
     if any(
@@ -322,14 +319,6 @@ def operate(state: CaptureState, function: Any, *operands: Value) -> Value | Non
     if not arrays or (beside_tensor and all(array.number is not None for array in arrays)):
         return None
     return call_numpy(state, f"operator.{function.__name__}", list(operands), {})
-
-
-def _to_arrays(state: CaptureState, value: Value) -> Value:
-    if isinstance(value, SequenceValue):
-        return SequenceValue([_to_arrays(state, item) for item in value.all(state)], tuple)
-    if is_none(value):
-        return value
-    return as_array(state, value)
 
 
 def numpy_argument(state: CaptureState, value: Value) -> Any:
@@ -359,11 +348,6 @@ def _constant_argument(state: CaptureState, value: Any) -> Any:
 
 
 _ELEMENT_TYPES = {bool, int, float, complex} | {dtype.type for dtype in numpy_calls.DTYPES}
-
-
-def list_of(state: CaptureState, value: Value) -> Value:
-    """What NumPy gives as a list of arrays."""
-    return ListValue(list(state.items_of(value)))
 
 
 def constant_dtype(value: Value) -> Any:

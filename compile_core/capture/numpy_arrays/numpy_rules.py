@@ -12,11 +12,10 @@ from gradsplit.compile_core.capture.numpy_arrays.arrays import (
     as_array,
     call_numpy,
     constant_dtype,
-    list_of,
     refuse_view_copy,
 )
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
-from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, answer_to, call_rule
+from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, answer_to
 from gradsplit.compile_core.capture.values.containers import SequenceValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue, method_rule
 from gradsplit.compile_core.ir.numpy_calls import DTYPES, torch_numpy
@@ -34,11 +33,7 @@ _NOT_MAPPED = frozenset(
 
 
 def _rule(name: str) -> CallRule:
-    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        result = call_numpy(state, name, args, kwargs)
-        return list_of(state, result) if name.endswith("split") else result
-
-    return call
+    return lambda state, args, kwargs: call_numpy(state, name, args, kwargs)
 
 
 _ELEMENT_TYPES = frozenset(dtype.type for dtype in DTYPES)
@@ -75,11 +70,6 @@ for _function in (np.ndim, np.shape, np.size, np.iscomplexobj, np.isrealobj):
 
 
 answer_to(np.dtype)(lambda state, kind: np.dtype(constant_dtype(kind)))
-
-
-@call_rule(np.issubdtype, np.promote_types)
-def _about_dtypes(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    raise state.unsupported("numpy-call", "a question about dtypes")
 
 
 @method_rule("numpy")

@@ -23,8 +23,10 @@ from gradsplit.compile_core.capture.object_model.instance_dict import MISSING
 from gradsplit.compile_core.capture.object_model.libraries import is_library_object
 from gradsplit.compile_core.capture.object_model.modules import ModuleValue
 from gradsplit.compile_core.capture.object_model.objects import (
+    OWN_OF_PYTHON,
     InstanceValue,
     bind_class_entry,
+    call_class_entry,
     call_descriptor,
     is_plain_layout,
 )
@@ -34,7 +36,6 @@ from gradsplit.compile_core.capture.values.call_rules import CallRule, find_call
 from gradsplit.compile_core.capture.values.constants import (
     LITERAL_TYPES,
     ConstantValue,
-    SequenceIterator,
     fold,
     is_folded,
 )
@@ -43,9 +44,6 @@ from gradsplit.compile_core.capture.values.references import ReferenceValue
 from gradsplit.compile_core.ir.sources import AttributeSource
 from gradsplit.compile_core.ir.wrapper_edges import call_of_class
 from gradsplit.compile_core.torch_facts.wrapper_tensors import is_wrapper_class
-
-# Methods that are written in C.
-OWN_OF_PYTHON = (types.WrapperDescriptorType, types.MethodDescriptorType, types.BuiltinFunctionType)
 
 # Where torch takes a dtype it takes these classes of Python too.
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
@@ -97,10 +95,9 @@ class ClassValue(ReferenceValue):
             return read_class_entry(state, self, owner, name, entry)
         if meta_owner is not None:
             return bind_class_entry(state, self, meta, meta_owner, name, meta_entry)
-        getter_owner, getter = find_class_entry(state, meta, "__getattr__")
-        if getter_owner is not None and not is_enumeration(cls):
-            bound = bind_class_entry(state, self, meta, getter_owner, "__getattr__", getter)
-            return bound.call(state, [ConstantValue(name)], {})
+        found = self.call_metaclass(state, "__getattr__", [ConstantValue(name)])
+        if found is not None:
+            return found
         message = f"type object {cls.__name__!r} has no attribute {name!r}"
         raise state.raise_exception(AttributeError, message)
 
@@ -139,34 +136,30 @@ class ClassValue(ReferenceValue):
             message = f"cannot set {name!r} attribute of immutable type {cls.__name__!r}"
             raise state.raise_exception(TypeError, message)
 
-    def call_metaclass(self, state: CaptureState, name: str, args: list[Value]) -> Value | None:
-        """What a special method of the metaclass gives; None where the metaclass is Python's or a library's."""
+    def call_metaclass(
+        self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value] | None = None
+    ) -> Value | None:
+        """What a special method of the metaclass gives; None where the metaclass has Python's own."""
         meta = type(self.real)
-        owner, entry = find_class_entry(state, meta, name)
-        if owner is None or is_library_object(owner) or isinstance(entry, OWN_OF_PYTHON):
-            return None
-        return bind_class_entry(state, self, meta, owner, name, entry).call(state, args, {})
+        entry = find_class_entry(state, meta, name)[1]
+        if is_enumeration(self.real) and isinstance(entry, types.FunctionType):
+            return fold(state, entry, [self, *args], kwargs or {})
+        return call_class_entry(state, self, meta, name, args, kwargs, OWN_OF_PYTHON)
 
     def iterate(self, state: CaptureState) -> Value:
         if is_enumeration(self.real):
-            return SequenceIterator([ConstantValue(member) for member in self.real])
+            return fold(state, tuple, [self], {}).iterate(state)
         return self.call_metaclass(state, "__iter__", []) or super().iterate(state)
 
     def length(self, state: CaptureState) -> int:
-        if is_enumeration(self.real):
-            return len(self.real)
         result = self.call_metaclass(state, "__len__", [])
         return super().length(state) if result is None else int(result.as_constant())
 
     def contains(self, state: CaptureState, item: Value) -> bool:
-        if is_enumeration(self.real):
-            return bool(fold(state, lambda wanted: wanted in self.real, [item], {}).as_constant())
         result = self.call_metaclass(state, "__contains__", [item])
         return super().contains(state, item) if result is None else result.truth(state)
 
     def get_item(self, state: CaptureState, key: Value) -> Value:
-        if is_enumeration(self.real):
-            return fold(state, lambda name: self.real[name], [key], {})
         found = self.call_metaclass(state, "__getitem__", [key])
         return subscript(state, self.real, key) if found is None else found
 
@@ -178,14 +171,8 @@ class ClassValue(ReferenceValue):
                 return rule(state, args, kwargs)
             except TypeError as error:
                 raise state.unsupported("call-form", f"{cls.__name__}: {error}") from error
-        if is_enumeration(cls):
-            return fold(state, cls, args, kwargs)
-        owner, entry = find_class_entry(state, type(cls), "__call__")
-        if owner is not None and isinstance(entry, types.FunctionType):
-            return bind_class_entry(state, self, type(cls), owner, "__call__", entry).call(
-                state, args, kwargs
-            )
-        return self.instantiate(state, args, kwargs)
+        found = self.call_metaclass(state, "__call__", args, kwargs)
+        return self.instantiate(state, args, kwargs) if found is None else found
 
     def instantiate(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         """What ``type.__call__`` does."""
@@ -206,9 +193,7 @@ class ClassValue(ReferenceValue):
             return state.wrap(dict, None).call(state, args, kwargs)
         made = self._new(state, args, kwargs)
         if isinstance(made, InstanceValue) and issubclass(made.cls, cls):
-            owner, init = find_class_entry(state, made.cls, "__init__")
-            if owner is not None and owner is not object:
-                bind_class_entry(state, made, made.cls, owner, "__init__", init).call(state, args, kwargs)
+            call_class_entry(state, made, made.cls, "__init__", args, kwargs)
         return made
 
     def _new(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from gradsplit.compile_core.capture.object_model.class_entries import find_class_entry
 from gradsplit.compile_core.capture.object_model.instance_dict import MISSING
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue, bind_class_entry
-from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, SymbolicRaise, Value
+from gradsplit.compile_core.capture.values.base import CaptureState, SymbolicRaise, Value
 from gradsplit.compile_core.capture.values.call_rules import answer_to
 from gradsplit.compile_core.capture.values.constants import BuiltinMethod, ConstantValue, fold
 from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue
@@ -28,14 +28,13 @@ class TracebackValue(Value):
 
 
 class ExceptionValue(InstanceValue):
-    """An exception. ``cause`` and ``context`` are what it was raised from and during."""
+    """An exception. ``links`` are what it was raised from and during, and whether to show that."""
 
     def __init__(self, cls: type[BaseException], args: list[Value]) -> None:
         super().__init__(cls, None, None)
         self.args = args
-        self.cause: Value = ConstantValue(None)
-        self.context: Value = ConstantValue(None)
-        self.suppresses_context = False
+        none, shown = ConstantValue(None), ConstantValue(False)
+        self.links: dict[str, Value] = {"__cause__": none, "__context__": none, "__suppress_context__": shown}
         self.was_raised = False
 
     @property
@@ -43,19 +42,11 @@ class ExceptionValue(InstanceValue):
         """The class of Python that the exception's class is built on."""
         return next(entry for entry in self.cls.__mro__ if not entry.__flags__ & _HEAP_TYPE)
 
-    def as_builtin(self) -> BaseException:
-        """A real exception of Python's own class with the same arguments; raises NotConstant."""
-        return self.builtin_class(*(argument.as_constant() for argument in self.args))
-
     def get_attribute(self, state: CaptureState, name: str) -> Value:
         if name == "args":
             return SequenceValue(list(self.args), tuple)
-        if name == "__cause__":
-            return self.cause
-        if name == "__context__":
-            return self.context
-        if name == "__suppress_context__":
-            return ConstantValue(self.suppresses_context)
+        if name in self.links:
+            return self.links[name]
         if name == "__traceback__":
             return TracebackValue() if self.was_raised else ConstantValue(None)
         owner, entry = find_class_entry(state, self.cls, name)
@@ -77,22 +68,17 @@ class ExceptionValue(InstanceValue):
             )
         if name in ("value", "code") and issubclass(owner, (StopIteration, SystemExit)):
             return self.args[0] if self.args else ConstantValue(None)
-        try:
-            if issubclass(self.cls, _TAKE_NAMES):
-                raise NotConstant(self)
-            return state.from_constant(getattr(self.as_builtin(), name))
-        except NotConstant:
-            raise state.unsupported("exception-attribute", f"{name} of {self.describe()}") from None
+        if issubclass(self.cls, _TAKE_NAMES):
+            raise state.unsupported("exception-attribute", f"{name} of {self.describe()}")
+        return self._fold(state, lambda made: getattr(made, name))
 
     def set_attribute(self, state: CaptureState, name: str, value: Value) -> None:
         if name == "args":
             self.args = state.items_of(value)
-        elif name == "__cause__":
-            self.cause, self.suppresses_context = value, True
-        elif name == "__context__":
-            self.context = value
-        elif name == "__suppress_context__":
-            self.suppresses_context = value.truth(state)
+        elif name in self.links:
+            self.links[name] = value
+            if name == "__cause__":
+                self.links["__suppress_context__"] = ConstantValue(True)
         elif name == "__traceback__":
             if not isinstance(value, TracebackValue) and self.was_raised:
                 raise state.unsupported("exception-traceback", "a store to __traceback__")
@@ -126,23 +112,20 @@ class ExceptionValue(InstanceValue):
 
     def text(self, state: CaptureState) -> Value:
         """What ``BaseException.__str__`` and its kin give."""
-        if issubclass(self.cls, BaseExceptionGroup):
-            raise state.unsupported("exception-text", "the text of an exception group")
         if self.builtin_class.__str__ is BaseException.__str__:
             if len(self.args) == 1:
                 return state.text_of(self.args[0])
             return (
                 ConstantValue("") if not self.args else state.text_of(SequenceValue(list(self.args), tuple))
             )
-        return self._fold_text(state, str)
+        return self._fold(state, str)
 
     def representation(self, state: CaptureState) -> Value:
-        if issubclass(self.cls, BaseExceptionGroup):
-            raise state.unsupported("exception-text", "the text of an exception group")
         parts = [state.representation_of(argument).as_constant() for argument in self.args]
         return ConstantValue(f"{self.cls.__name__}({', '.join(parts)})")
 
-    def _fold_text(self, state: CaptureState, function: Callable[[Any], str]) -> Value:
+    def _fold(self, state: CaptureState, function: Callable[[Any], Any]) -> Value:
+        """What is asked of a real exception of Python's own class with the same arguments."""
         return fold(state, lambda *reals: function(self.builtin_class(*reals)), self.args, {})
 
     methods: ClassVar = {
@@ -175,17 +158,9 @@ def make_exception(
         raise state.raise_exception(TypeError, f"{cls.__name__}() takes no keyword arguments")
     if issubclass(cls, BaseExceptionGroup):
         _check_group(state, made)
-    if cls is OSError and len(args) > 1:
-        made.cls = fold_type(state, made)
+    if cls is OSError and len(args) > 1:  # which chooses a class by the number
+        made.cls = fold(state, lambda *reals: type(OSError(*reals)), args, {}).as_constant()
     return made
-
-
-def fold_type(state: CaptureState, made: ExceptionValue) -> type[BaseException]:
-    """The class of the exception that Python makes of these arguments: OSError chooses one by the number."""
-    try:
-        return type(made.as_builtin())
-    except NotConstant:
-        raise state.unsupported("exception-call", "an OSError of computed arguments") from None
 
 
 # ... and those that the interpreter fills with names that a symbolic exception does not know.
@@ -205,12 +180,12 @@ def raised_during(state: CaptureState, value: Value, handled: Value | None) -> N
         return
     # As CPython does, a chain that would lead back to the exception is cut.
     link = handled
-    while isinstance(link.context, ExceptionValue):
-        if link.context is value:
-            link.context = ConstantValue(None)
+    while isinstance(before := link.links["__context__"], ExceptionValue):
+        if before is value:
+            link.links["__context__"] = ConstantValue(None)
             break
-        link = link.context
-    value.context = handled
+        link = before
+    value.links["__context__"] = handled
 
 
 answer_to(sys.exception)(lambda state: state.handled_exception())
@@ -254,12 +229,12 @@ def _check_group(state: CaptureState, made: ExceptionValue) -> None:
 
 
 def split_group(
-    state: CaptureState, value: Value, matches: Callable[[type], bool]
+    state: CaptureState, value: Value, matches: Callable[[ExceptionValue], bool]
 ) -> tuple[ExceptionValue | None, ExceptionValue | None]:
     """An exception or group in two: what matches, and the rest; None for a side without exceptions."""
     if not isinstance(value, ExceptionValue):
         raise state.unsupported("except", f"an except* clause for {value.describe()}")
-    if matches(value.cls):
+    if matches(value):
         return value, None
     if not issubclass(value.cls, BaseExceptionGroup):
         return None, value
@@ -277,8 +252,7 @@ def split_group(
 def derive_group(group: ExceptionValue, members: list[Value]) -> ExceptionValue:
     """A group with other members that keeps what is known of the first."""
     made = ExceptionValue(group.cls, [group.args[0], ListValue(list(members))])
-    made.cause, made.context = group.cause, group.context
-    made.suppresses_context = group.suppresses_context
+    made.links = dict(group.links)
     made.was_raised = group.was_raised
     if MISSING is not group.changes.get("__notes__", MISSING):
         made.changes["__notes__"] = group.changes["__notes__"]
@@ -296,7 +270,7 @@ def reraise_rest(state: CaptureState, original: Value, parts: list[Value]) -> Va
     again = [part for part in left if all(id(leaf) in leaves for leaf in _leaves(state, part))]
     raised = [part for part in left if part not in again]
     kept = {id(leaf) for part in again for leaf in _leaves(state, part)}
-    rest = _projection(state, original, kept)
+    rest = split_group(state, original, lambda part: id(part) in kept)[0] if kept else None
     if not raised:
         return rest or ConstantValue(None)
     members: list[Value] = [*raised, *([rest] if rest is not None else [])]
@@ -307,16 +281,3 @@ def _leaves(state: CaptureState, value: Value) -> list[Value]:
     if isinstance(value, ExceptionValue) and issubclass(value.cls, BaseExceptionGroup):
         return [leaf for member in state.items_of(value.args[1]) for leaf in _leaves(state, member)]
     return [value]
-
-
-def _projection(state: CaptureState, group: ExceptionValue, kept: set[int]) -> ExceptionValue | None:
-    """The group with only some of its leaves, in its own structure."""
-    members: list[Value] = []
-    for member in state.items_of(group.args[1]):
-        if isinstance(member, ExceptionValue) and issubclass(member.cls, BaseExceptionGroup):
-            part = _projection(state, member, kept)
-            if part is not None:
-                members.append(part)
-        elif id(member) in kept:
-            members.append(member)
-    return derive_group(group, members) if members else None

@@ -176,3 +176,6 @@ class BoundMethodValue(MethodOwner):
 
     def do___get__(self, state: CaptureState, *owner: Value) -> Value:
         return self
+
+    def rebuild(self, writer: Any) -> str | None:
+        return writer.made(types.MethodType, self.function, self.owner)

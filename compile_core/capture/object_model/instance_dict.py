@@ -125,6 +125,10 @@ class InstanceDict(DictValue):
             raise state.raise_exception(KeyError, key.hash_key(state))
         self.instance.forget(state, key.hash_key(state))
 
+    def rebuild(self, writer: Any) -> str:
+        name: str = writer.made(object.__getattribute__, self.instance, "__dict__")
+        return name
+
     def do_clear(self, state: CaptureState) -> None:
         for key in self.key_values(state):
             self.delete_item(state, key)

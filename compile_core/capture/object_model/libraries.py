@@ -26,17 +26,16 @@ def runs_code_of_users(function: types.FunctionType) -> bool:
     name = function.__globals__.get("__name__")
     if not is_library_name(name) or str(name).startswith("torch.optim."):
         return True
-    return any(
-        isinstance(held, types.FunctionType) and runs_code_of_users(held)
-        for held in map(_content, function.__closure__ or ())
-    )
+    contents = [cell.cell_contents for cell in function.__closure__ or () if not is_empty_cell(cell)]
+    return any(isinstance(held, types.FunctionType) and runs_code_of_users(held) for held in contents)
 
 
-def _content(cell: types.CellType) -> Any:
+def is_empty_cell(cell: types.CellType) -> bool:
     try:
-        return cell.cell_contents
+        cell.cell_contents  # noqa: B018
     except ValueError:
-        return None
+        return True
+    return False
 
 
 def is_library_object(value: Any) -> bool:

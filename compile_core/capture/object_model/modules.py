@@ -44,17 +44,6 @@ class ModuleValue(InstanceValue):
     def describe(self) -> str:
         return f"the module {self.source or self.cls.__name__}"
 
-    def truth(self, state: CaptureState) -> bool:
-        if (
-            find_class_entry(state, self.cls, "__len__")[0] is None
-            and find_class_entry(state, self.cls, "__bool__")[0] is None
-        ):
-            return True
-        return super().truth(state)
-
-    def hash_key(self, state: CaptureState) -> Any:
-        return self if self.real is None else self.real
-
     def own_attribute(self, state: CaptureState, name: str) -> Value | None:
         if self.replaced and name in (*_TABLES, "__dict__"):
             raise state.unsupported("module-tables", f"reading {name} of a module in functional_call")

@@ -34,6 +34,10 @@ def _acts_as(entry: Any, kind: type, method: str = "__get__") -> TypeGuard[Any]:
     return isinstance(entry, kind) and getattr(type(entry), method) is getattr(kind, method)
 
 
+# Methods that are written in C.
+OWN_OF_PYTHON = (types.WrapperDescriptorType, types.MethodDescriptorType, types.BuiltinFunctionType)
+
+
 def bind_class_entry(
     state: CaptureState, owner_value: Value, cls: type, owner: type, name: str, entry: Any
 ) -> Value:
@@ -52,11 +56,9 @@ def bind_class_entry(
     if _acts_as(entry, classmethod):
         function = state.wrap_trusted_function(entry.__func__)
         return BoundMethodValue(function, state.wrap(cls, None))
-    if isinstance(
-        entry, (types.WrapperDescriptorType, types.MethodDescriptorType, types.BuiltinFunctionType)
-    ):
-        if isinstance(entry, types.BuiltinFunctionType):
-            return state.wrap(entry, None)
+    if isinstance(entry, types.BuiltinFunctionType):
+        return state.wrap(entry, None)
+    if isinstance(entry, OWN_OF_PYTHON):
         return BoundMethodValue(state.wrap(entry, None), owner_value)
     if _acts_as(entry, functools.cached_property):
         return _compute_once(state, owner_value, owner, name, entry)
@@ -73,18 +75,33 @@ def bind_class_entry(
     return wrap_class_entry(state, cls, owner, name, entry)
 
 
+def call_class_entry(
+    state: CaptureState,
+    value: Value,
+    cls: type,
+    name: str,
+    args: list[Value],
+    kwargs: dict[str, Value] | None = None,
+    but: tuple[type, ...] = (),
+) -> Value | None:
+    """What a special method gives; None where there is none but that of ``object``, or one of these kinds."""
+    owner, entry = find_class_entry(state, cls, name)
+    if owner is None or owner is object or isinstance(entry, but):
+        return None
+    return bind_class_entry(state, value, cls, owner, name, entry).call(state, args, kwargs or {})
+
+
 def call_descriptor(
     state: CaptureState, owner: type, name: str, entry: Any, method: str, args: list[Value]
 ) -> Value | None:
     """Call ``__get__``, ``__set__`` or ``__delete__`` of a descriptor; None where Python does not define it."""
     if isinstance(entry, staticmethod | classmethod | property):
         return None
-    defining, function = find_class_entry(state, type(entry), method)
-    if defining is None or not isinstance(function, types.FunctionType):
+    if not isinstance(find_class_entry(state, type(entry), method)[1], types.FunctionType):
         return None
     names = AttributeSource(state.reference_source(owner.__qualname__, owner), "__dict__")
     descriptor = state.wrap(entry, ItemSource(names, name))
-    return bind_class_entry(state, descriptor, type(entry), defining, method, function).call(state, args, {})
+    return call_class_entry(state, descriptor, type(entry), method, args)
 
 
 def _compute_once(
@@ -146,13 +163,10 @@ class InstanceValue(AttributeOwner):
             self.cls, self.content.python_type(), "__hash__", "__eq__"
         ):
             return self.content.hash_key(state)
-        owner, entry = find_class_entry(state, self.cls, "__hash__")
-        if entry is None:
+        if find_class_entry(state, self.cls, "__hash__")[1] is None:
             raise state.raise_exception(TypeError, f"unhashable type: {self.cls.__name__!r}")
-        if owner is None or not isinstance(entry, types.FunctionType):
-            return super().hash_key(state)
-        hashed = bind_class_entry(state, self, self.cls, owner, "__hash__", entry).call(state, [], {})
-        return ComputedKey(state, self, hashed.as_constant())
+        hashed = call_class_entry(state, self, self.cls, "__hash__", [], but=OWN_OF_PYTHON)
+        return super().hash_key(state) if hashed is None else ComputedKey(state, self, hashed.as_constant())
 
     def get_attribute(self, state: CaptureState, name: str) -> Value:
         if type(self.cls.__getattribute__) is types.FunctionType:
@@ -252,16 +266,9 @@ class InstanceValue(AttributeOwner):
         """What ``object.__setattr__`` does."""
         if name in ("__dict__", "__class__"):
             raise state.unsupported("attribute-store", f"a store to {name}")
-        owner, entry = find_class_entry(state, self.cls, name)
-        if _acts_as(entry, property, "__set__"):
-            if entry.fset is None:
-                raise self._no_accessor(state, name, "setter")
-            state.wrap_trusted_function(entry.fset).call(state, [self, value], {})
+        if self._by_descriptor(state, name, "__set__", "fset", [value]):
             return
-        if owner and _is_data_descriptor(entry) and not isinstance(entry, types.MemberDescriptorType):
-            if call_descriptor(state, owner, name, entry, "__set__", [self, value]) is not None:
-                return
-            raise state.unsupported("descriptor", f"a store to the descriptor {self.cls.__qualname__}.{name}")
+        owner, entry = find_class_entry(state, self.cls, name)
         if owner is not None and not self.cls.__dictoffset__ and not _is_data_descriptor(entry):
             raise state.raise_exception(
                 AttributeError, f"{self.cls.__name__!r} object attribute {name!r} is read-only"
@@ -277,9 +284,23 @@ class InstanceValue(AttributeOwner):
             AttributeError, message if self.cls.__dictoffset__ else message + NO_DICTIONARY
         )
 
-    def _no_accessor(self, state: CaptureState, name: str, accessor: str) -> SymbolicRaise:
-        message = f"property {name!r} of {self.cls.__qualname__!r} object has no {accessor}"
-        return state.raise_exception(AttributeError, message)
+    def _by_descriptor(
+        self, state: CaptureState, name: str, method: str, accessor: str, args: list[Value]
+    ) -> bool:
+        """Whether a descriptor of the class stores or deletes the attribute, which it then has done."""
+        owner, entry = find_class_entry(state, self.cls, name)
+        if owner is None or not _is_data_descriptor(entry) or isinstance(entry, types.MemberDescriptorType):
+            return False
+        if _acts_as(entry, property, method):
+            function = getattr(entry, accessor)
+            if function is None:
+                kind = "setter" if accessor == "fset" else "deleter"
+                message = f"property {name!r} of {self.cls.__qualname__!r} object has no {kind}"
+                raise state.raise_exception(AttributeError, message)
+            state.wrap_trusted_function(function).call(state, [self, *args], {})
+        elif call_descriptor(state, owner, name, entry, method, [self, *args]) is None:
+            raise state.unsupported("descriptor", f"{method} of {self.cls.__qualname__}.{name}")
+        return True
 
     def before_change_of_content(self, state: CaptureState) -> None:
         """A dictionary that is its own ``__dict__`` has two ways to each item, of which a capture follows one."""
@@ -298,18 +319,9 @@ class InstanceValue(AttributeOwner):
 
     def remove(self, state: CaptureState, name: str) -> None:
         """What ``object.__delattr__`` does."""
-        owner, entry = find_class_entry(state, self.cls, name)
-        if _acts_as(entry, property, "__delete__"):
-            if entry.fdel is None:
-                raise self._no_accessor(state, name, "deleter")
-            state.wrap_trusted_function(entry.fdel).call(state, [self], {})
+        if self._by_descriptor(state, name, "__delete__", "fdel", []):
             return
-        if _is_data_descriptor(entry) and not isinstance(entry, types.MemberDescriptorType):
-            if owner and call_descriptor(state, owner, name, entry, "__delete__", [self]) is not None:
-                return
-            raise state.unsupported(
-                "descriptor", f"a deletion of the descriptor {self.cls.__qualname__}.{name}"
-            )
+        entry = find_class_entry(state, self.cls, name)[1]
         if isinstance(entry, types.MemberDescriptorType):
             self._slot(state, name)
         elif self.own_attribute(state, name) is None:
@@ -321,12 +333,9 @@ class InstanceValue(AttributeOwner):
         self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value] | None = None
     ) -> Value | None:
         """What a special method gives; None where there is none."""
-        owner, entry = find_class_entry(state, self.cls, name)
-        if owner is None or owner is object:
-            return None
-        if entry is None:
+        if find_class_entry(state, self.cls, name)[1] is None:
             raise state.raise_exception(TypeError, _refusal(self.cls.__name__, name))
-        return bind_class_entry(state, self, self.cls, owner, name, entry).call(state, args, kwargs or {})
+        return call_class_entry(state, self, self.cls, name, args, kwargs)
 
     def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         found = self._special(state, "__call__", args, kwargs)

@@ -45,6 +45,9 @@ class OverridingTensor(InstanceValue):
     def hash_key(self, state: CaptureState) -> Any:
         return self if self.real is None else self.real
 
+    def rebuild(self, writer: Any) -> str | None:
+        return writer.made(torch.Tensor.as_subclass, self.tensor, self.cls)
+
     def truth(self, state: CaptureState) -> bool:
         return self.call_method(state, "__bool__", [], {}).truth(state)
 

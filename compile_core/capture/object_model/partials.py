@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.call_rules import call_rule
@@ -41,6 +42,11 @@ class PartialValue(Value):
         if self.source is not None or name in ("func", "args", "keywords", "__dict__"):
             raise state.unsupported("attribute-store", f"a store to {name!r} of a partial application")
         self.changes[name] = value
+
+    def rebuild(self, writer: Any) -> str | None:
+        return writer.made(
+            functools.partial, self.function, *self.args.items, **self.kwargs.held(writer.state)
+        )
 
     def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         return self.function.call(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 import types
 import typing
 from typing import Any
 
 from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, SymbolicRaise, Value
+from gradsplit.compile_core.capture.values.constants import ask_python
 from gradsplit.compile_core.capture.values.references import ReferenceValue
 
 TYPE_FORMS: tuple[Any, ...] = (
@@ -29,10 +31,7 @@ class TypeFormValue(ReferenceValue):
         return True
 
     def get_attribute(self, state: CaptureState, name: str) -> Value:
-        try:
-            found = getattr(self.real, name)
-        except AttributeError as error:
-            raise state.raise_exception(AttributeError, str(error)) from None
+        found = ask_python(state, getattr, self.real, name)
         if isinstance(found, (types.FunctionType, types.MethodType)):
             raise state.unsupported("type-form", f"the method {name!r} of {self.real!r}")
         return state.from_constant(found)
@@ -58,8 +57,7 @@ class TypeFormValue(ReferenceValue):
 def subscript(state: CaptureState, real: Any, key: Value) -> Value:
     """``real[key]`` of a class or a type form."""
     try:
-        return state.from_constant(real[key.as_constant()])
+        parameter = key.as_constant()
     except NotConstant:
         raise state.unsupported("type-form", f"{real!r} with {key.describe()} as a parameter") from None
-    except TypeError as error:
-        raise state.raise_exception(TypeError, str(error)) from None
+    return state.from_constant(ask_python(state, operator.getitem, real, parameter))

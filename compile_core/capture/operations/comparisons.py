@@ -9,8 +9,6 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from gradsplit.compile_core.capture.numpy_arrays.arrays import ArrayValue, operate
 from gradsplit.compile_core.capture.object_model.functions import BoundMethodValue
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue
@@ -51,10 +49,7 @@ COMPARE: dict[str, tuple[Callable[..., Any], str, str]] = {
 def compare(state: CaptureState, symbol: str, left: Value, right: Value) -> Value:
     """``left symbol right`` for one of COMPARE."""
     function, *methods = COMPARE[symbol]
-    if state.overriding:
-        run = functools.partial(_compare, state, symbol)
-        return asking_torch(state, function, methods, [left, right], run)
-    return _compare(state, symbol, left, right)
+    return asking_torch(state, function, methods, [left, right], functools.partial(_compare, state, symbol))
 
 
 def _compare(state: CaptureState, symbol: str, left: Value, right: Value) -> Value:
@@ -79,7 +74,7 @@ def _compare(state: CaptureState, symbol: str, left: Value, right: Value) -> Val
     if special is not None:
         return special
     if symbol in ("==", "!="):
-        return ConstantValue(equal(state, left, right) == (symbol == "=="))
+        return ConstantValue(_equal(state, left, right) == (symbol == "=="))
     if _is_set(left) and _is_set(right):
         sides = [set(as_set(state, side).members) for side in (left, right)]
         return ConstantValue(function(*sides))
@@ -150,19 +145,19 @@ def _is_nan(state: CaptureState, value: Value) -> bool:
 def equal(state: CaptureState, left: Value, right: Value) -> bool:
     """``left == right`` where the answer is known, which it is not for tensors."""
     left, right = left.settle(state), right.settle(state)
-    if any(issubclass(side.python_type(), np.dtype) for side in (left, right)):
-        compared = operate(state, operator.eq, left, right)
-        return compared is not None and compared.truth(state)
-    if left is not right and (isinstance(left, ArrayValue) or isinstance(right, ArrayValue)):
+    if left is right and isinstance(left, (ArrayValue, TensorValue)):
+        return True  # containers compare by identity first
+    if isinstance(left, ArrayValue) or isinstance(right, ArrayValue):
         raise state.unsupported("array-equality", "a comparison of containers whose items are arrays")
-    if isinstance(left, TensorValue) or isinstance(right, TensorValue):
-        if left is right:
-            return True  # containers compare by identity first
-        if any(is_none(side) for side in (left, right)):
-            return False
+    if (isinstance(left, TensorValue) or isinstance(right, TensorValue)) and not (
+        is_none(left) or is_none(right)
+    ):
         raise state.unsupported("tensor-equality", "a comparison of containers whose items are tensors")
-    if isinstance(left, InstanceValue) or isinstance(right, InstanceValue):
-        return _of_instances(state, "==", left, right).truth(state)
+    return _compare(state, "==", left, right).truth(state)
+
+
+def _equal(state: CaptureState, left: Value, right: Value) -> bool:
+    """The same of what no operator of tensors, of numbers, or of a class of the program answers."""
     if isinstance(left, SequenceValue) and isinstance(right, SequenceValue):
         if _kind(left) is not _kind(right) or len(left.items) != len(right.items):
             return False
@@ -172,11 +167,6 @@ def equal(state: CaptureState, left: Value, right: Value) -> bool:
         return _equal_dicts(state, left, right)
     if _is_set(left) and _is_set(right):
         return set(as_set(state, left).members) == set(as_set(state, right).members)
-    scalar = compare_scalar(state, "==", operator.eq, left, right)
-    if scalar is not None:
-        return scalar.truth(state)
-    if are_numbers(left, right):
-        return compare_numbers(state, "==", operator.eq, left, right)
     if isinstance(left, IdentityValue) and isinstance(right, IdentityValue):
         return is_same(state, left.value, right.value)
     if isinstance(left, BoundMethodValue) and isinstance(right, BoundMethodValue):

@@ -73,6 +73,9 @@ class GetterValue(Value):
         found = [self._read(state, owner, item) for item in self.args]
         return found[0] if len(found) == 1 else SequenceValue(list(found), tuple)
 
+    def rebuild(self, writer: Any) -> str | None:
+        return writer.made(self.cls, *self.args, **self.kwargs)
+
     def _read(self, state: CaptureState, owner: Value, item: Value) -> Value:
         if self.cls is operator.itemgetter:
             return owner.get_item(state, item)

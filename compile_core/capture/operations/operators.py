@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -21,7 +22,6 @@ from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import (
     negate_number,
 )
 from gradsplit.compile_core.capture.operations.special_methods import (
-    StandIn,
     asking_torch,
     is_not_implemented,
     of_metaclass,
@@ -30,13 +30,14 @@ from gradsplit.compile_core.capture.operations.special_methods import (
     special_method,
 )
 from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, Value
-from gradsplit.compile_core.capture.values.constants import ConstantValue, fold
+from gradsplit.compile_core.capture.values.constants import ConstantValue, ask_python, fold
 from gradsplit.compile_core.capture.values.containers import Item, ListValue, SequenceValue
 from gradsplit.compile_core.capture.values.deques import DequeValue
 from gradsplit.compile_core.capture.values.mappings import DictValue, DictView, ReadOnlyView
 from gradsplit.compile_core.capture.values.sets import IN_PLACE_OPERATORS as IN_PLACE_SET_OPERATORS
 from gradsplit.compile_core.capture.values.sets import OPERATORS as SET_OPERATORS
 from gradsplit.compile_core.capture.values.sets import SetValue, as_set
+from gradsplit.compile_core.capture.values.stand_ins import StandIn
 from gradsplit.compile_core.capture.values.tensors import OPERATOR_STEMS, TensorValue
 
 # BINARY_OP's text: the function, the methods on the left, on the right.
@@ -54,12 +55,10 @@ UNARY: dict[str, tuple[Callable[..., Any], str]] = {
 
 def binary(state: CaptureState, symbol: str, left: Value, right: Value) -> Value:
     """``left symbol right`` for one of BINARY or IN_PLACE."""
-    if state.overriding:
-        function, *methods = BINARY[symbol.rstrip("=")]
-        methods.append(f"__i{methods[0][2:]}")
-        run = functools.partial(_binary, state, symbol)
-        return asking_torch(state, IN_PLACE.get(symbol, function), methods, [left, right], run)
-    return _binary(state, symbol, left, right)
+    function, *methods = BINARY[symbol.rstrip("=")]
+    methods.append(f"__i{methods[0][2:]}")
+    run = functools.partial(_binary, state, symbol)
+    return asking_torch(state, IN_PLACE.get(symbol, function), methods, [left, right], run)
 
 
 def _binary(state: CaptureState, symbol: str, left: Value, right: Value) -> Value:
@@ -119,24 +118,10 @@ def _of_instances(state: CaptureState, written: str, left: Value, right: Value) 
 
 def _of_containers(state: CaptureState, symbol: str, left: Value, right: Value) -> Value | None:
     """Sums and multiples of sequences, algebra of sets, union of dictionaries."""
-    if symbol == "+" and isinstance(left, SequenceValue) and isinstance(right, SequenceValue):
-        if left.cls is list and right.cls is list:
-            return ListValue([*left.all(state), *right.all(state)])
-        if isinstance(left, DequeValue) and isinstance(right, DequeValue):
-            joined = left.do_copy(state)
-            joined.call_method(state, "extend", [right], {})
-            return joined
-        if issubclass(left.cls, tuple) and issubclass(right.cls, tuple):
-            return _concatenate(state, left, right)
-    if symbol == "*":
-        for sequence, times in ((left, right), (right, left)):
-            if isinstance(sequence, SequenceValue) and issubclass(times.python_type(), int):
-                count = state.as_index(times, "the number of repetitions")
-                items = sequence.all(state) * count
-                if sequence.cls is list:
-                    return ListValue(list(items))
-                if issubclass(sequence.cls, tuple):
-                    return SequenceValue(list(items), type(_EMPTY.get(sequence.cls, ()) * 1))
+    sequences = [isinstance(side, SequenceValue) for side in (left, right)]
+    numbers = [issubclass(side.python_type(), int) for side in (left, right)]
+    if (symbol == "+" and all(sequences)) or (symbol == "*" and any(sequences) and any(numbers)):
+        return _of_sequences(state, BINARY[symbol][0], left, right)
     if symbol == "|" and isinstance(left, DictValue) and isinstance(right, DictValue):
         return _union(state, left, right)
     views = [isinstance(side, DictView) and side.what != "values" for side in (left, right)]
@@ -172,7 +157,8 @@ def _in_place(state: CaptureState, symbol: str, left: Value, right: Value) -> Va
             left.do_extend(state, right)
             return left
         if symbol == "*=" and isinstance(right, ConstantValue):
-            return left.repeat(state, right)
+            left.in_python(state, "__imul__", right)
+            return left
         if isinstance(right, (TensorValue, InstanceValue)):
             raise state.unsupported("operator", f"{symbol} of {left.describe()} and {right.describe()}")
     if isinstance(left, ReadOnlyView) and symbol == "|=":
@@ -187,13 +173,22 @@ def _in_place(state: CaptureState, symbol: str, left: Value, right: Value) -> Va
     return None
 
 
-def _concatenate(state: CaptureState, left: SequenceValue, right: SequenceValue) -> Value:
-    made = type(_EMPTY.get(left.cls, ()) + _EMPTY.get(right.cls, ()))
-    return SequenceValue([*left.all(state), *right.all(state)], made)
-
-
-# The type of a sum or a multiple of torch.Size differs between versions of torch, so torch is asked.
-_EMPTY: dict[type, Any] = {torch.Size: torch.Size(())}
+def _of_sequences(state: CaptureState, function: Callable[..., Any], *sides: Value) -> Value:
+    held = [
+        side.python_object(side.all(state)) if isinstance(side, SequenceValue) else state.as_index(side)
+        for side in sides
+    ]
+    made = ask_python(state, function, *held)
+    if isinstance(made, collections.deque):
+        return DequeValue(list(made), made.maxlen)
+    if isinstance(made, list):
+        return ListValue(made)
+    # The type of a sum or a multiple of torch.Size differs between versions of torch, so torch is asked.
+    empty = [
+        torch.Size() if side.python_type() is torch.Size else type(part)()
+        for side, part in zip(sides, held, strict=True)
+    ]
+    return SequenceValue(list(made), type(function(*empty)))
 
 
 def fill_in(state: CaptureState, pattern: str, arguments: Value) -> Value:
@@ -219,9 +214,7 @@ def negation(state: CaptureState, operand: Value) -> Value:
 
 def unary(state: CaptureState, symbol: str, operand: Value) -> Value:
     function, method = UNARY[symbol]
-    if state.overriding:
-        return asking_torch(state, function, [method], [operand], functools.partial(_unary, state, symbol))
-    return _unary(state, symbol, operand)
+    return asking_torch(state, function, [method], [operand], functools.partial(_unary, state, symbol))
 
 
 def _unary(state: CaptureState, symbol: str, operand: Value) -> Value:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from gradsplit.compile_core.capture.object_model.class_entries import find_class_entry
-from gradsplit.compile_core.capture.object_model.classes import OWN_OF_PYTHON, ClassValue
+from gradsplit.compile_core.capture.object_model.classes import ClassValue
 from gradsplit.compile_core.capture.object_model.libraries import is_library_object
-from gradsplit.compile_core.capture.object_model.objects import InstanceValue, bind_class_entry
+from gradsplit.compile_core.capture.object_model.objects import OWN_OF_PYTHON, InstanceValue, call_class_entry
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue
@@ -22,13 +22,10 @@ def special_call(state: CaptureState, value: Value, name: str, args: list[Value]
     """What a special method gives that the class of a value defines in Python; None where it defines none."""
     if not isinstance(value, InstanceValue):
         return None
-    owner, entry = find_class_entry(state, value.cls, name)
-    if owner in (None, object) or (value.content is None and isinstance(entry, OWN_OF_PYTHON)):
-        return None
-    if entry is None:
+    if find_class_entry(state, value.cls, name)[1] is None:
         return ConstantValue(NotImplemented)
-    assert owner is not None
-    return bind_class_entry(state, value, value.cls, owner, name, entry).call(state, args, {})
+    own = OWN_OF_PYTHON if value.content is None else ()
+    return call_class_entry(state, value, value.cls, name, args, but=own)
 
 
 def is_not_implemented(value: Value) -> bool:
@@ -66,6 +63,8 @@ def asking_torch(
 ) -> Value:
     """``run`` of the operands of an operator, before which torch may ask others: of a tensor, for which no class of the
     program has one of these methods."""
+    if not state.overriding:
+        return run(*operands)
     kinds = [kind for kind in (side.python_type() for side in operands) if issubclass(kind, torch.Tensor)]
     owners = [find_class_entry(state, kind, name)[0] for kind in kinds for name in methods]
     if kinds and all(owner is None or is_library_object(owner) for owner in owners):
@@ -88,41 +87,3 @@ def of_metaclass(state: CaptureState, left: Value, right: Value, method: str, re
             if result is not None and not is_not_implemented(result):
                 return result
     return None
-
-
-class StandIn:
-    """Stands for an object in Python's own formatting and gives the text that the program would make."""
-
-    def __init__(self, state: CaptureState, value: Value) -> None:
-        self.state = state
-        self.value = value
-
-    def __str__(self) -> str:
-        return str(self.state.text_of(self.value).as_constant())
-
-    def __repr__(self) -> str:
-        return str(self.state.representation_of(self.value).as_constant())
-
-    def __format__(self, spec: str) -> str:
-        return str(self.state.format_of(self.value, ConstantValue(spec)).as_constant())
-
-    def __getattr__(self, name: str) -> object:
-        raise self.state.unsupported("text", f"the attribute {name!r} of {self.value.describe()} in a text")
-
-    def __getitem__(self, key: object) -> object:
-        raise self.state.unsupported("text", f"an item of {self.value.describe()} in a text")
-
-    def __int__(self) -> int:
-        return int(self._number())
-
-    def __index__(self) -> int:
-        return int(self._number())
-
-    def __float__(self) -> float:
-        return float(self._number())
-
-    def _number(self) -> float:
-        real = self.value.as_constant() if isinstance(self.value, ConstantValue) else None
-        if not isinstance(real, (int, float)):
-            raise self.state.unsupported("text", f"{self.value.describe()} as a number in a text")
-        return real

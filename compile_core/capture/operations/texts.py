@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 from typing import Any
 
-from gradsplit.compile_core.capture.object_model.class_entries import find_class_entry
 from gradsplit.compile_core.capture.object_model.classes import ClassValue
 from gradsplit.compile_core.capture.object_model.exceptions import ExceptionValue
-from gradsplit.compile_core.capture.object_model.objects import InstanceValue, bind_class_entry
-from gradsplit.compile_core.capture.operations.special_methods import StandIn
+from gradsplit.compile_core.capture.object_model.objects import OWN_OF_PYTHON, InstanceValue, call_class_entry
 from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, Value
 from gradsplit.compile_core.capture.values.constants import ConstantValue, fold
 from gradsplit.compile_core.capture.values.containers import SequenceValue, SliceValue
 from gradsplit.compile_core.capture.values.deques import DequeValue
 from gradsplit.compile_core.capture.values.mappings import DictValue
 from gradsplit.compile_core.capture.values.sets import SetValue
+from gradsplit.compile_core.capture.values.stand_ins import StandIn
 
 # Built-in bases whose ``__repr__`` does not name the class.
 _SHOWN_AS_BASE = (str, int, float, bytes, list, dict, tuple)
@@ -105,10 +103,7 @@ def fill_format(state: CaptureState, pattern: str, args: list[Value], kwargs: di
 
 def _own_method(state: CaptureState, value: InstanceValue, name: str, args: list[Value]) -> Value | None:
     """What a method gives that the class defines in Python; None where Python's own is in place."""
-    owner, entry = find_class_entry(state, value.cls, name)
-    if owner is None or isinstance(entry, (types.WrapperDescriptorType, types.MethodDescriptorType)):
-        return None
-    return bind_class_entry(state, value, value.cls, owner, name, entry).call(state, args, {})
+    return call_class_entry(state, value, value.cls, name, args, but=OWN_OF_PYTHON)
 
 
 def _of_container(state: CaptureState, value: Value, inside: list[Value]) -> str:

@@ -11,13 +11,8 @@ from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.call_rules import answer_to
 from gradsplit.compile_core.capture.values.constants import ConstantValue, is_none
 from gradsplit.compile_core.capture.values.containers import SequenceValue
-from gradsplit.compile_core.capture.values.iterators import (
-    ByValue,
-    Items,
-    RealIterator,
-    SliceIterator,
-    predicate,
-)
+from gradsplit.compile_core.capture.values.iterators import Items, RealIterator, SliceIterator, predicate
+from gradsplit.compile_core.capture.values.stand_ins import StandIn
 
 
 def _is_none(value: Value | None) -> bool:
@@ -54,7 +49,7 @@ def _product(state: CaptureState, *iterables: Value, repeat: Value | None = None
 
 @answer_to(itertools.islice)
 def _islice(state: CaptureState, iterable: Value, *bounds: Value) -> Any:
-    limits = slice(*(None if _is_none(bound) else state.as_index(bound, "islice limits") for bound in bounds))
+    limits = slice(*(None if _is_none(bound) else state.as_index(bound) for bound in bounds))
     try:
         itertools.islice((), limits.start, limits.stop, limits.step)
     except ValueError as error:
@@ -107,8 +102,8 @@ def _zip_longest(state: CaptureState, *args: Value, fillvalue: Value | None = No
 
 @answer_to(itertools.groupby)
 def _groupby(state: CaptureState, iterable: Value, key: Value | None = None) -> Any:
-    def key_of(item: Value) -> ByValue:
-        return ByValue(state, item if key is None or _is_none(key) else key.call(state, [item], {}))
+    def key_of(item: Value) -> StandIn:
+        return StandIn(state, item if key is None or _is_none(key) else key.call(state, [item], {}))
 
     return RealIterator(itertools.groupby(Items(state, iterable), key_of))
 

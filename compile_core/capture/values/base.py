@@ -169,7 +169,7 @@ class Value:
         raise NotImplementedError
 
     def rebuild(self, writer: Any) -> str | None:
-        """The name of such an object in a runner, made by lines of ``writer``; None where there is no rule for it."""
+        """The name of such an object in a runner, made by lines of ``writer``; None where its family does not say."""
 
     def graph_argument(self, state: CaptureState) -> Any:
         """The argument of a graph node that stands for the object."""
@@ -410,8 +410,8 @@ class CaptureState:
     raise_exception: Callable[..., SymbolicRaise]
     # Whether containers take one for the other, by identity or ``==``, where the answer is known.
     equal: Callable[[Value, Value], bool]
-    # ``operator.index(value)``; the text starts that of the TypeError for something else.
-    as_index: Callable[[Value, str], int]
+    # ``operator.index(value)``; the text is that of the TypeError for something else.
+    as_index: Callable[..., int]
     # ``one < other``.
     less: Callable[[Value, Value], bool]
     # ``str(value)``, ``repr(value)``, ``format(value, spec)`` and ``pattern.format(*args, **kwargs)``.

@@ -15,7 +15,15 @@ import numpy as np
 import torch
 import torch.nn.attention
 
-from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, Value, constants_of
+from gradsplit.compile_core.capture.values.base import (
+    CaptureState,
+    NotConstant,
+    PlainCall,
+    SymbolicRaise,
+    Value,
+    constants_of,
+)
+from gradsplit.compile_core.errors import CompileError
 
 LITERAL_TYPES = (
     *(type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented), range),
@@ -89,10 +97,7 @@ class ConstantValue(Value):
     def get_attribute(self, state: CaptureState, name: str) -> Value:
         if isinstance(self.value, enum.Enum):
             return state.enum_attribute(self, name)
-        try:
-            found = getattr(self.value, name)
-        except AttributeError as error:
-            raise state.raise_exception(AttributeError, str(error)) from None
+        found = ask_python(state, getattr, self.value, name)
         if callable(found) and not isinstance(found, type):
             return BuiltinMethod(self, name)
         return state.from_constant(found)
@@ -102,11 +107,7 @@ class ConstantValue(Value):
     ) -> Value:
         if isinstance(self.value, enum.Enum) and name in ("__copy__", "__deepcopy__"):
             return self
-        method = getattr(self.value, name, None)
-        if method is None:
-            raise state.raise_exception(
-                AttributeError, f"{type(self.value).__name__!r} object has no {name!r}"
-            )
+        method = ask_python(state, getattr, self.value, name)
         if isinstance(self.value, torch.device) and name in DEVICE_CONTEXT:
             return DEVICE_CONTEXT[name](state, self.value)
         if name == "join" and len(args) == 1:
@@ -150,11 +151,17 @@ def fold(state: CaptureState, function: Any, args: list[Value], kwargs: dict[str
     except NotConstant as error:
         name = getattr(function, "__name__", str(function))
         raise error.args[0].refuse_argument(state, name) from None
+    return state.from_constant(ask_python(state, function, *real_args, **real_kwargs))
+
+
+def ask_python(state: CaptureState, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a function of Python itself gives. What it raises, the captured program raises."""
     try:
-        result = function(*real_args, **real_kwargs)
+        return function(*args, **kwargs)
+    except (SymbolicRaise, CompileError, PlainCall, NotConstant):
+        raise  # of the capture, which a stand-in was asked for
     except Exception as error:
         raise state.raise_exception(type(error), *error.args) from None
-    return state.from_constant(result)
 
 
 class BuiltinMethod(Value):
@@ -176,6 +183,9 @@ class BuiltinMethod(Value):
         if name == "__name__":
             return ConstantValue(self.name)
         return self.owner if name == "__self__" else super().get_attribute(state, name)
+
+    def rebuild(self, writer: Any) -> str | None:
+        return writer.made(getattr, self.owner, self.name)
 
 
 class MethodOwner(Value):
@@ -239,3 +249,11 @@ class SequenceIterator(IteratorValue):
         self.items[self.index] = item
         self.index += 1
         return item
+
+    def rebuild(self, writer: Any) -> str | None:
+        if self.live_list is None:
+            return writer.made(iter, tuple(self.items[self.index :]))
+        name = writer.bind(f"iter({writer.emit(self.live_list)})")
+        # The list may be longer once the effects are stored, and the position is cut off at its end.
+        writer.late.append(f"{name}.__setstate__({self.index})")
+        return name

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, Value
 from gradsplit.compile_core.capture.values.constants import (
-    ConstantValue,
     MethodOwner,
     SequenceIterator,
-    fold,
+    ask_python,
     is_none,
 )
+from gradsplit.compile_core.capture.values.stand_ins import StandIn
 
 Item = Value | LazyValue
 
@@ -68,6 +68,11 @@ class ContainerValue(MethodOwner):
     do___str__ = do___repr__
 
 
+def python_method(name: str) -> Callable[..., Any]:
+    """A method that Python's own class has."""
+    return lambda owner, state, *args, **kwargs: owner.in_python(state, name, *args, **kwargs)
+
+
 class SequenceValue(ContainerValue):
     """A tuple, list, or a subclass of tuple with named fields. ``is_literal`` marks a constant of the code."""
 
@@ -116,7 +121,7 @@ class SequenceValue(ContainerValue):
             cls = self.cls if self.cls in (list, torch.Size) else tuple
             items: list[Item] = [self.get(state, index) for index in picked]
             return ListValue(items) if cls is list else SequenceValue(items, cls)
-        index = state.as_index(key, f"{self.cls.__name__} indices must be integers or slices")
+        index = state.as_index(key, f"{self.cls.__name__} indices must be integers or slices, not {{}}")
         if not -len(self.items) <= index < len(self.items):
             raise state.raise_exception(IndexError, f"{self.cls.__name__} index out of range")
         return self.get(state, index % len(self.items))
@@ -138,18 +143,24 @@ class SequenceValue(ContainerValue):
             return state.class_attribute(self, name)
         return super().get_attribute(state, name)
 
-    def do_index(self, state: CaptureState, item: Value, *limits: Value) -> int:
-        places = range(len(self.items))[slice(*_bounds(limits))]
-        for position in places:
-            if state.equal(self.get(state, position), item):
-                return position
-        if issubclass(self.cls, tuple):
-            raise state.raise_exception(ValueError, "tuple.index(x): x not in tuple")
-        shown = state.representation_of(item).as_constant()
-        raise state.raise_exception(ValueError, f"{shown} is not in {self.cls.__name__}")
+    def python_object(self, items: list[Any]) -> Any:
+        """An object of Python's own class with other items in the place of the values."""
+        return (list if self.cls is list else tuple)(items)
 
-    def do_count(self, state: CaptureState, item: Value) -> int:
-        return sum(state.equal(member, item) for member in self.all(state))
+    def in_python(self, state: CaptureState, name: str, *args: Any, **kwargs: Any) -> Any:
+        """What the method of Python's own class gives, run for real: only one that compares needs to see the items."""
+        compares = name in ("index", "count", "remove")
+        held = self.python_object([StandIn(state, item) for item in self.items] if compares else self.items)
+        given = [StandIn(state, value) if isinstance(value, Value) else value for value in args]
+        found = ask_python(state, getattr(held, name), *given, **kwargs)
+        self.take(state, name, [part.item if isinstance(part, StandIn) else part for part in held])
+        return state.realize(found) if isinstance(found, (Value, LazyValue)) else found
+
+    def take(self, state: CaptureState, name: str, items: list[Item]) -> None:
+        """The items after a method, which may have read some."""
+        self.items[:] = items
+
+    do_index, do_count = map(python_method, ("index", "count"))
 
     def do_numel(self, state: CaptureState) -> Value:
         return state.wrap(math.prod, None).call(state, [self], {})
@@ -158,40 +169,26 @@ class SequenceValue(ContainerValue):
         return self.get_item(state, key)
 
 
-def _bounds(limits: tuple[Value, ...]) -> list[int | None]:
-    return [*(operator.index(limit.as_constant()) for limit in limits), *[None] * 2][: max(2, len(limits))]
-
-
 class ListValue(SequenceValue):
     """A list, with its changes."""
 
     def __init__(self, items: list[Item], source: Any = None) -> None:
         super().__init__(items, list, source)
 
-    def replace(self, state: CaptureState, items: list[Item]) -> None:
-        self.before_change(state)
-        self.items[:] = items
+    do_insert, do_pop, do_remove = map(python_method, ("insert", "pop", "remove"))
+    do_clear, do_reverse = map(python_method, ("clear", "reverse"))
+
+    def take(self, state: CaptureState, name: str, items: list[Item]) -> None:
+        if name not in ("index", "count"):
+            self.before_change(state)
+        super().take(state, name, items)
 
     def set_item(self, state: CaptureState, key: Value, value: Value) -> None:
-        if isinstance(key, SliceValue):
-            items = list(self.items)
-            items[key.as_constant()] = state.items_of(value)
-            self.replace(state, items)
-            return
-        index = _index(state, key)
-        if not -len(self.items) <= index < len(self.items):
-            raise state.raise_exception(IndexError, "list assignment index out of range")
-        self.before_change(state)
-        self.items[index] = value
+        given = state.items_of(value) if isinstance(key, SliceValue) else value
+        self.in_python(state, "__setitem__", _place(state, key), given)
 
     def delete_item(self, state: CaptureState, key: Value) -> None:
-        items = list(self.items)
-        if not isinstance(key, SliceValue):
-            index = _index(state, key)
-            if not -len(items) <= index < len(items):
-                raise state.raise_exception(IndexError, "list assignment index out of range")
-        del items[key.as_constant()]
-        self.replace(state, items)
+        self.in_python(state, "__delitem__", _place(state, key))
 
     def put(self, state: CaptureState, items: list[Item]) -> None:
         """Adds items at the end."""
@@ -204,62 +201,25 @@ class ListValue(SequenceValue):
     def do_extend(self, state: CaptureState, items: Value) -> None:
         self.put(state, list(state.items_of(items, hinted=True)))
 
-    def repeat(self, state: CaptureState, times: Value) -> Value:
-        count = fold(state, operator.index, [times], {}).as_constant()
-        self.replace(state, self.items * count)
-        return self
-
-    def do_insert(self, state: CaptureState, index: Value, item: Value) -> None:
-        items = list(self.items)
-        items.insert(_index(state, index), item)
-        self.replace(state, items)
-
-    def do_pop(self, state: CaptureState, index: Value | None = None) -> Value:
-        position = -1 if index is None else _index(state, index)
-        if not -len(self.items) <= position < len(self.items):
-            text = "pop index out of range" if self.items else "pop from empty list"
-            raise state.raise_exception(IndexError, text)
-        item = state.realize(self.items[position])
-        self.before_change(state)
-        self.items.pop(position)
-        return item
-
-    def do_remove(self, state: CaptureState, item: Value) -> None:
-        for position, member in enumerate(self.all(state)):
-            if state.equal(member, item):
-                return self.delete_item(state, ConstantValue(position))
-        named = ConstantValue(None) if self.cls is list else item
-        fold(state, self.cls().remove, [named], {})  # raises, in the words of this version of Python
-        return None
-
-    def do_clear(self, state: CaptureState) -> None:
-        self.replace(state, [])
-
-    def do_reverse(self, state: CaptureState) -> None:
-        self.replace(state, self.items[::-1])
-
     def do_copy(self, state: CaptureState) -> Value:
         return ListValue(list(self.all(state)))
 
     def do_sort(self, state: CaptureState, *, key: Value | None = None, reverse: Value | None = None) -> None:
-        self.replace(state, list(sorted_values(state, self.all(state), key, reverse)))
+        self.take(state, "sort", list(sorted_values(state, self.all(state), key, reverse)))
 
 
 def sorted_values(
     state: CaptureState, items: list[Value], key: Value | None, reverse: Value | None
 ) -> list[Value]:
     """Sort stably, with the same comparisons as Python."""
-    keyed = items
-    if key is not None and not is_none(key):
-        keyed = [key.call(state, [item], {}) for item in items]
+
+    def key_of(item: StandIn) -> StandIn:
+        return item if key is None or is_none(key) else StandIn(state, key.call(state, [item.value], {}))
+
     backwards = reverse is not None and reverse.truth(state)
-    order = list(range(len(items)))
-
-    def by_less(one: int, other: int) -> int:
-        return -int(state.less(keyed[one], keyed[other]))  # the sort asks for nothing but ``<``
-
-    order.sort(key=functools.cmp_to_key(by_less), reverse=backwards)
-    return [items[index] for index in order]
+    return [
+        item.value for item in sorted((StandIn(state, item) for item in items), key=key_of, reverse=backwards)
+    ]
 
 
 def sequence_fields(cls: type) -> tuple[str, ...]:
@@ -272,8 +232,10 @@ def sequence_fields(cls: type) -> tuple[str, ...]:
     return ()
 
 
-def _index(state: CaptureState, key: Value) -> int:
-    return state.as_index(key, "list indices must be integers or slices")
+def _place(state: CaptureState, key: Value) -> Any:
+    if isinstance(key, SliceValue):
+        return key.as_constant()
+    return state.as_index(key, "list indices must be integers or slices, not {}")
 
 
 class WatchingIterator(SequenceIterator):
@@ -305,6 +267,9 @@ class SliceValue(Value):
 
     def graph_argument(self, state: CaptureState) -> Any:
         return slice(*(part.graph_argument(state) for part in self.parts))
+
+    def rebuild(self, writer: Any) -> str | None:
+        return writer.made(slice, *self.parts)
 
     def get_attribute(self, state: CaptureState, name: str) -> Value:
         if name in ("start", "stop", "step"):

@@ -8,7 +8,7 @@ from typing import Any
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.call_rules import answer_to
 from gradsplit.compile_core.capture.values.constants import ConstantValue
-from gradsplit.compile_core.capture.values.containers import Item, ListValue, WatchingIterator
+from gradsplit.compile_core.capture.values.containers import Item, ListValue, WatchingIterator, python_method
 
 _ITERATOR = type(iter(collections.deque()))
 
@@ -21,20 +21,13 @@ class DequeValue(ListValue):
         self.cls = collections.deque
         self.limit = limit
 
-    def replace(self, state: CaptureState, items: list[Item], keep_end: bool = True) -> None:
-        """Set the items; of too many, those at the end (or at the start) stay."""
-        if self.limit is not None and len(items) > self.limit:
-            items = items[len(items) - self.limit :] if keep_end else items[: self.limit]
-        super().replace(state, items)
+    do_appendleft, do_popleft, do_rotate = map(python_method, ("appendleft", "popleft", "rotate"))
+
+    def python_object(self, items: list[Any]) -> Any:
+        return collections.deque(items, self.limit)
 
     def put(self, state: CaptureState, items: list[Item]) -> None:
-        if self.limit is None:
-            super().put(state, items)
-        else:
-            self.replace(state, [*self.items, *items])
-
-    def as_constant(self) -> Any:
-        return super(ListValue, self).as_constant()
+        self.in_python(state, "extend", items)
 
     def graph_argument(self, state: CaptureState) -> Any:
         return Value.graph_argument(self, state)
@@ -53,35 +46,8 @@ class DequeValue(ListValue):
             return ConstantValue(self.limit)
         return super().get_attribute(state, name)
 
-    def do_appendleft(self, state: CaptureState, item: Value) -> None:
-        self.replace(state, [item, *self.items], keep_end=False)
-
     def do_extendleft(self, state: CaptureState, items: Value) -> None:
-        self.replace(state, [*reversed(state.items_of(items)), *self.items], keep_end=False)
-
-    def do_pop(self, state: CaptureState) -> Value:
-        return self._end(state, -1)
-
-    def do_popleft(self, state: CaptureState) -> Value:
-        return self._end(state, 0)
-
-    def _end(self, state: CaptureState, index: int) -> Value:
-        if not self.items:
-            raise state.raise_exception(IndexError, "pop from an empty deque")
-        items = list(self.items)
-        item = state.realize(items.pop(index))
-        self.replace(state, items)
-        return item
-
-    def do_rotate(self, state: CaptureState, steps: Value | None = None) -> None:
-        turned = collections.deque(self.items)
-        turned.rotate(1 if steps is None else steps.as_constant())
-        self.replace(state, list(turned))
-
-    def do_insert(self, state: CaptureState, index: Value, item: Value) -> None:
-        if self.limit is not None and len(self.items) >= self.limit:
-            raise state.raise_exception(IndexError, "deque already at its maximum size")
-        super().do_insert(state, index, item)
+        self.in_python(state, "extendleft", state.items_of(items))
 
     def do_copy(self, state: CaptureState) -> Value:
         return DequeValue(list(self.all(state)), self.limit)

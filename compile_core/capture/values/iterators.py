@@ -14,6 +14,7 @@ from gradsplit.compile_core.capture.values.base import CaptureState, SymbolicRai
 from gradsplit.compile_core.capture.values.call_rules import answer_to, call_rule
 from gradsplit.compile_core.capture.values.constants import ConstantValue, IteratorValue, is_none
 from gradsplit.compile_core.capture.values.containers import SequenceValue
+from gradsplit.compile_core.capture.values.stand_ins import StandIn
 
 
 class RealIterator(IteratorValue):
@@ -26,12 +27,6 @@ class RealIterator(IteratorValue):
         self.iterator = iterator
         self.cls = type(iterator)
         self.is_closed = is_closed
-
-    def rest(self) -> list[Value]:
-        """All items that a closed iterator has left; it keeps them."""
-        items = list(self.iterator)
-        self.iterator = iter(items)
-        return [_symbolic(item) for item in items]
 
     def advance(self, state: CaptureState) -> Value | None:
         try:
@@ -48,11 +43,16 @@ class RealIterator(IteratorValue):
                 raise
             raise state.raise_exception(ValueError, *error.args) from None
 
-    def parts(self) -> tuple[Any, ...]:
-        """What a zip, map, filter or enumerate is made of, as values, and the keywords of what makes another."""
-        _, given, *strict = self.iterator.__reduce__()  # type: ignore[misc]
-        parts = [getattr(part, "value", part) for part in given]
-        return parts, {"strict": bool(strict)} if self.cls is zip else {}
+    def rebuild(self, writer: Any) -> str | None:
+        if self.cls in (zip, map, filter, enumerate):
+            _, given, *strict = self.iterator.__reduce__()  # type: ignore[misc]
+            parts = [getattr(part, "value", part) for part in given]
+            return writer.made(self.cls, *parts, **({"strict": bool(strict)} if self.cls is zip else {}))
+        if not self.is_closed:
+            return None
+        items = list(self.iterator)
+        self.iterator = iter(items)
+        return writer.made(iter, tuple(map(_symbolic, items)))
 
 
 def _symbolic(item: Any) -> Value:
@@ -60,7 +60,7 @@ def _symbolic(item: Any) -> Value:
         return item
     if isinstance(item, tuple):
         return SequenceValue([_symbolic(part) for part in item], tuple)
-    if isinstance(item, ByValue):
+    if isinstance(item, StandIn):
         return item.value
     return ConstantValue(item) if type(item) is int else RealIterator(item)
 
@@ -80,19 +80,6 @@ class Items:
         if item is None:
             raise StopIteration
         return item
-
-
-class ByValue:
-    """A symbolic value that compares as the program does."""
-
-    def __init__(self, state: CaptureState, value: Value) -> None:
-        self.state = state
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ByValue) and self.state.equal(self.value, other.value)
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 class Called:
@@ -125,6 +112,9 @@ class CountIterator(IteratorValue):
         self.value = value + self.step
         return ConstantValue(value)
 
+    def rebuild(self, writer: Any) -> str | None:
+        return writer.made(self.cls, self.value, self.step)
+
 
 class ChainIterator(IteratorValue):
     cls = itertools.chain
@@ -143,6 +133,10 @@ class ChainIterator(IteratorValue):
             if item is not None:
                 return item
             self.current = None
+
+    def rebuild(self, writer: Any) -> str | None:
+        current = [] if self.current is None else [self.current]
+        return writer.made(self.cls, *current, *self.iterables)
 
 
 class SliceIterator(IteratorValue):
@@ -170,6 +164,10 @@ class SliceIterator(IteratorValue):
             self.next = min(self.next, self.stop)
         return item
 
+    def rebuild(self, writer: Any) -> str | None:
+        left = None if self.stop is None else self.stop - self.passed
+        return writer.made(self.cls, self.iterator, self.next - self.passed, left, self.step)
+
 
 @answer_to(zip)
 def _zip(state: CaptureState, *iterables: Value, strict: Value | None = None) -> Any:
@@ -196,7 +194,7 @@ def filter_values(state: CaptureState, function: Value, iterable: Value) -> Any:
 def _iter(state: CaptureState, iterable: Value, *sentinel: Value) -> Any:
     if not sentinel:
         return iterable.iterate(state)
-    return RealIterator(iter(Called(state, iterable, ByValue), ByValue(state, *sentinel)))
+    return RealIterator(iter(Called(state, iterable, StandIn), StandIn(state, *sentinel)))
 
 
 @call_rule(itertools.count)

@@ -337,6 +337,9 @@ class ReadOnlyView(DictValue):
     def do_copy(self, state: CaptureState) -> Value:
         return self.mapping.do_copy(state)
 
+    def rebuild(self, writer: Any) -> str | None:
+        return writer.made(self.cls, self.mapping)
+
     def before_change(self, state: CaptureState) -> None:
         raise state.raise_exception(TypeError, "'mappingproxy' object does not support item assignment")
 
@@ -356,6 +359,16 @@ class DictIterator(WatchingIterator):
                 "dict-iteration", "a dictionary whose keys change while it is iterated over"
             )
         return item
+
+    def rebuild(self, writer: Any) -> str | None:
+        if id(self.owner) in writer.state.effects.containers or self.owner.cls is not dict:
+            return None
+        if not self.items:
+            return writer.made(iter, ())
+        name = writer.bind(f"iter({writer.emit(self.owner)}.{self.what}())")
+        if self.index:
+            writer.lines.append(f"for _ in range({self.index}): next({name})")
+        return name
 
 
 class DictView(MethodOwner):

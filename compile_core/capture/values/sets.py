@@ -68,6 +68,9 @@ class SetValue(ContainerValue):
     def iterate(self, state: CaptureState) -> Value:
         return WatchingIterator(self, list(self.ordered(state)), type(iter(set())))
 
+    def rebuild(self, writer: Any) -> str | None:
+        return writer.made(self.cls, tuple(self.arranged()))
+
     def before_change(self, state: CaptureState) -> None:
         super().before_change(state)
         if self.source is not None:
