@@ -115,10 +115,12 @@ class RunnerWriter(SourceWriter):
                 # Of a leaf's class a backend keeps nothing where no gradients are gathered.
                 result = self.bind(f"{self.constant(torch.nn.Parameter)}({result}, False)")
             return result
+        if isinstance(value, (ListValue, DictValue)):
+            return self._build_container(value)
         if isinstance(value, SequenceValue):
-            return self._build_sequence(value)
-        if isinstance(value, DictValue):
-            return self._build_dict(value)
+            if value.cls is tuple:
+                return self.bind(f"({''.join(f'{self.emit(item)}, ' for item in value.items)})")
+            return self.made(getattr(value.cls, "_make", value.cls), tuple(value.items))
         if isinstance(value, FunctionValue):
             return self.constant(value.real) if value.real is not None else self._build_function(value)
         if isinstance(value, CellValue):
@@ -199,24 +201,15 @@ class RunnerWriter(SourceWriter):
         self.lines += [f"{name}.{link} = {self.emit(item)}" for link, item in value.links.items()]
         return name
 
-    def _build_sequence(self, value: SequenceValue) -> str:
+    def _build_container(self, value: ListValue | DictValue) -> str:
+        """It is empty first, as it may be part of itself."""
+        given = ""
         if isinstance(value, DequeValue):
-            name = self._name(value, f"{self.constant(value.cls)}((), {value.limit})")
-            self.lines += self._content_lines(value, name)
-            return name
-        if value.cls is list:
-            name = self._name(value, "[]")
-            self.lines.append(f"{name}[:] = [{', '.join(self.emit(item) for item in value.items)}]")
-            return name
-        if value.cls is tuple:
-            return self.bind(f"({''.join(f'{self.emit(item)}, ' for item in value.items)})")
-        return self.made(getattr(value.cls, "_make", value.cls), tuple(value.items))
-
-    def _build_dict(self, value: DictValue) -> str:
-        factory = "" if value.default_factory is None else self.emit(value.default_factory)
-        name = self._name(value, "{}" if value.cls is dict else f"{self.constant(value.cls)}({factory})")
-        for key, item in value.entries.values():
-            self.lines.append(f"{name}[{self.emit(key)}] = {self.emit(item)}")
+            given = f"(), {value.limit}"
+        elif isinstance(value, DictValue) and value.default_factory is not None:
+            given = self.emit(value.default_factory)
+        name = self._name(value, f"{self.constant(value.cls)}({given})")
+        self.lines += self._content_lines(value, name)
         return name
 
     def _build_function(self, value: FunctionValue) -> str:
@@ -251,7 +244,13 @@ class RunnerWriter(SourceWriter):
             assert isinstance(container, ContainerValue)
             self._effects += self._content_lines(container, self.emit(container))
         for (_, attribute), owner in effects.attributes.items():
-            self._replay_attribute(owner, attribute)
+            # What the class itself does at a store was run by the capture.
+            changed: Any = owner
+            name, now = self.emit(owner), changed.changes[attribute]
+            if attribute in getattr(owner, "deleted", ()):
+                self._effects.append(f"object.__delattr__({name}, {attribute!r})")
+            if now is not MISSING:
+                self._effects.append(f"object.__setattr__({name}, {attribute!r}, {self.emit(now)})")
         for cell in effects.cells.values():
             assert isinstance(cell, CellValue)
             place = f"{self.emit(cell)}.cell_contents"
@@ -271,14 +270,6 @@ class RunnerWriter(SourceWriter):
         for give, arguments in effects.messages:
             self._effects.append(f"{self.constant(give)}({', '.join(map(self.emit, arguments))})")
         check_view_copies(self.state, [*self.outputs])
-
-    def _replay_attribute(self, owner: Any, attribute: str) -> None:
-        """Store or delete; what the class itself does at a store was run by the capture."""
-        name, value = self.emit(owner), owner.changes[attribute]
-        if attribute in getattr(owner, "deleted", ()):
-            self._effects.append(f"object.__delattr__({name}, {attribute!r})")
-        if value is not MISSING:
-            self._effects.append(f"object.__setattr__({name}, {attribute!r}, {self.emit(value)})")
 
     def finish(
         self, arguments: tuple[str, ...], has_graph: bool, writes_inputs: bool, last_lines: list[str]

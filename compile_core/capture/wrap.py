@@ -245,7 +245,8 @@ def _wrap_object(state: CaptureState, real: Any, source: Source | None) -> Value
         assert isinstance(args, SequenceValue) and isinstance(kwargs, DictValue)
         return PartialValue(function, args, kwargs, source)
     if is_weak_reference(real):
-        return WeakReferenceValue.existing(state, real, source)
+        state.guards.type_is(source, type(real))
+        return WeakReferenceValue(real, source)
     container = _wrap_container(state, real, source)
     if container is not None:
         return container
@@ -320,7 +321,10 @@ def _wrap_function(state: CaptureState, real: types.FunctionType, source: Source
         else:
             place = state.reference_source(name, cell)
         cells.append(wrap_cell(state, cell, place))
-    defaults = _wrap_defaults(state, real, owner)
+    place = owner and AttributeSource(owner, "__defaults__")
+    if real.__defaults__ is not None:
+        state.guards.length(place, len(real.__defaults__))
+    defaults = _lazy_items(real.__defaults__ or (), place)
     keyword_defaults = {
         name: state.wrap(value, owner and ItemSource(AttributeSource(owner, "__kwdefaults__"), name))
         for name, value in (real.__kwdefaults__ or {}).items()
@@ -329,14 +333,6 @@ def _wrap_function(state: CaptureState, real: types.FunctionType, source: Source
     return FunctionValue(
         real.__code__, real.__globals__, tuple(cells), defaults, keyword_defaults, real, place
     )
-
-
-def _wrap_defaults(state: CaptureState, real: types.FunctionType, owner: Source | None) -> list[Any]:
-    place = owner and AttributeSource(owner, "__defaults__")
-    if real.__defaults__ is None:
-        return []
-    state.guards.length(place, len(real.__defaults__))
-    return _lazy_items(real.__defaults__, place)
 
 
 def wrap_cell(state: CaptureState, cell: types.CellType, source: Source | None) -> CellValue:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import collections
 import enum
+import operator
 from collections import ChainMap, Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -26,6 +28,93 @@ class Key:
 
 
 KEY = Key()
+
+
+class Named(NamedTuple):
+    """Its text is its own."""
+
+    left: object
+    right: object = 7
+
+    def __repr__(self):
+        return f"Named<{self.left}>"
+
+
+class Equal(type):
+    """Its classes are equal."""
+
+    def __eq__(cls, other):
+        return isinstance(other, Equal)
+
+    __hash__ = type.__hash__
+
+
+class One(metaclass=Equal):
+    pass
+
+
+class Two(metaclass=Equal):
+    pass
+
+
+class Shown:
+    def __index__(self):
+        return 1
+
+    def __repr__(self):
+        return "shown"
+
+
+class ListOfTheUser(list):
+    pass
+
+
+def what_it_raises(function):
+    try:
+        return function()
+    except (TypeError, ValueError, IndexError) as error:
+        return type(error).__name__, str(error)
+
+
+@program
+def what_methods_of_lists_raise(x, n):
+    return x, [
+        what_it_raises(lambda: [1].insert("a", 2)),
+        what_it_raises(lambda: [x].pop(4)),
+        what_it_raises(lambda: [x, 2].remove(7) if n > 100 else [1, 2].remove(7)),
+        what_it_raises(lambda: [1, 2].index(7)),
+        what_it_raises(lambda: (1, 2).index(7)),
+        what_it_raises(lambda: [x] + (2,)),
+        what_it_raises(lambda: operator.setitem([1, 2, 3], slice(0, 3, 2), [1])),
+        what_it_raises(lambda: deque([1], maxlen=1).insert(0, 1)),
+        what_it_raises(lambda: deque().popleft()),
+        what_it_raises(lambda: -ListOfTheUser([1])),
+        what_it_raises(lambda: isinstance(1, 2)),
+        what_it_raises(lambda: Pair()),
+        what_it_raises(lambda: Pair(1, 2, 3)),
+    ]
+
+
+@program
+def deques_by_operators_and_numbers_of_the_program(x, n):
+    d = deque([1, x, 3], maxlen=3)
+    d.rotate(Shown())
+    d.extendleft([n, 7])
+    return d, d * 2, deque([x]) + deque([2], maxlen=1), [x] * Shown()
+
+
+@program
+def texts_of_what_has_a_text_of_its_own(x, n):
+    inside = [Shown(), n]
+    inside.append(inside)
+    shown = deque([Shown()], maxlen=4)
+    held = {"key": Named(Shown()), (Shown(),): {}, 3: slice(1, Shown())}
+    return x, repr(inside), repr(shown), repr(held), str(Named(n)), str(Pair(Shown()))
+
+
+@program
+def classes_that_their_metaclass_compares(x, n):
+    return x, One == Two, [One] == [Two], One in [Two], (One,) != (Two,), One is Two
 
 
 @program

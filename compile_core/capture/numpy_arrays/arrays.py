@@ -330,21 +330,16 @@ def numpy_argument(state: CaptureState, value: Value) -> Any:
         return items if value.cls is list else tuple(items)
     if isinstance(value, SliceValue):
         return slice(*(numpy_argument(state, part) for part in value.parts))
-    if isinstance(value, ConstantValue):
-        return _constant_argument(state, value.value)
+    real = value.value if isinstance(value, ConstantValue) else value
+    if isinstance(real, np.dtype):
+        if real not in numpy_calls.DTYPES:
+            raise state.unsupported("array-dtype", f"an array of {real}")
+        return real.name
+    if real is None or real is Ellipsis or isinstance(real, (bool, int, float, complex, str)):
+        return real
     if isinstance(value, ReferenceValue) and value.real in _ELEMENT_TYPES:
         return np.dtype(value.real).name
     raise state.unsupported("numpy-argument", f"{value.describe()} as an argument of NumPy")
-
-
-def _constant_argument(state: CaptureState, value: Any) -> Any:
-    if isinstance(value, np.dtype):
-        if value not in numpy_calls.DTYPES:
-            raise state.unsupported("array-dtype", f"an array of {value}")
-        return value.name
-    if value is None or value is Ellipsis or isinstance(value, (bool, int, float, complex, str)):
-        return value
-    raise state.unsupported("numpy-argument", f"{value!r} as an argument of NumPy")
 
 
 _ELEMENT_TYPES = {bool, int, float, complex} | {dtype.type for dtype in numpy_calls.DTYPES}

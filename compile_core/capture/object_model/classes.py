@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-import typing
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from gradsplit.compile_core.capture.object_model.objects import (
 )
 from gradsplit.compile_core.capture.object_model.type_forms import subscript
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
-from gradsplit.compile_core.capture.values.call_rules import CallRule, find_call_rule, fold_rule
+from gradsplit.compile_core.capture.values.call_rules import find_call_rule, fold_rule
 from gradsplit.compile_core.capture.values.constants import (
     LITERAL_TYPES,
     ConstantValue,
@@ -77,7 +76,9 @@ class ClassValue(ReferenceValue):
         if name == "__class__":
             return state.wrap(type(cls), None)
         if name == "__dict__":
-            return self._namespace(state)
+            # Of which only the names can be asked for.
+            place = state.reference_source(cls.__qualname__, cls)
+            return state.wrap(cls.__dict__, AttributeSource(place, "__dict__"))
         if is_enumeration(cls) and name in cls._member_map_:
             return ConstantValue(cls._member_map_[name])
         changed = changed_class_attribute(state, cls, name)
@@ -100,11 +101,6 @@ class ClassValue(ReferenceValue):
             return found
         message = f"type object {cls.__name__!r} has no attribute {name!r}"
         raise state.raise_exception(AttributeError, message)
-
-    def _namespace(self, state: CaptureState) -> Value:
-        """``cls.__dict__``, of which only the names can be asked for."""
-        place = state.reference_source(self.real.__qualname__, self.real)
-        return state.wrap(self.real.__dict__, AttributeSource(place, "__dict__"))
 
     def set_attribute(self, state: CaptureState, name: str, value: Value) -> None:
         self._check_store(state, name)
@@ -179,9 +175,7 @@ class ClassValue(ReferenceValue):
         cls = self.real
         if issubclass(cls, BaseException):
             return make_exception(state, cls, args, kwargs)
-        if issubclass(cls, tuple) and hasattr(cls, "_fields"):
-            return self._make_named_tuple(state, args, kwargs)
-        if sequence_fields(cls):
+        if sequence_fields(cls) and not hasattr(cls, "_fields"):
             return SequenceValue(list(state.items_of(args[0])), cls)
         if is_folded(cls):
             return fold(state, cls, args, kwargs)
@@ -189,8 +183,6 @@ class ClassValue(ReferenceValue):
             return state.call_tensor_op(
                 "call_function", call_of_class, [self, ConstantValue("__call__"), *args], kwargs
             )
-        if typing.is_typeddict(cls):
-            return state.wrap(dict, None).call(state, args, kwargs)
         made = self._new(state, args, kwargs)
         if isinstance(made, InstanceValue) and issubclass(made.cls, cls):
             call_class_entry(state, made, made.cls, "__init__", args, kwargs)
@@ -205,22 +197,6 @@ class ClassValue(ReferenceValue):
         if owner is object and (args or kwargs) and cls.__init__ is object.__init__:
             raise state.raise_exception(TypeError, f"{cls.__name__}() takes no arguments")
         return new_instance(state, cls, args, kwargs)
-
-    def _make_named_tuple(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        cls = self.real
-        if find_class_entry(state, cls, "__new__")[0] is not next(
-            (entry for entry in cls.__mro__ if "_fields" in entry.__dict__), None
-        ):
-            raise state.unsupported("class-call", f"{cls.__qualname__} has its own __new__")
-        fields = list(cls._fields)
-        items = dict(zip(fields, args, strict=False)) | kwargs
-        for name, default in cls._field_defaults.items():
-            if name not in items:
-                items[name] = state.from_constant(default)
-        if len(args) > len(fields) or set(items) != set(fields):
-            # Python's own words, from a call with as many arguments.
-            fold(state, lambda: cls(*[None] * len(args), **dict.fromkeys(kwargs)), [], {})
-        return SequenceValue([items[name] for name in fields], cls)
 
 
 def new_instance(state: CaptureState, cls: type, args: list[Value], kwargs: dict[str, Value]) -> Value:
@@ -253,7 +229,9 @@ def read_class_entry(state: CaptureState, cls: ClassValue, owner: type, name: st
         if find_call_rule(entry) is not None:
             return BoundMethodValue(CallableReferenceValue(entry, find_call_rule(entry)), cls)
         found = getattr(cls.real, name)
-        return CallableReferenceValue(found, find_call_rule(found) or _constructor_rule(cls.real, found))
+        # Class methods of immutable built-in types are pure, such as ``int.from_bytes``.
+        is_pure = cls.real in LITERAL_TYPES or is_folded(cls.real)
+        return CallableReferenceValue(found, find_call_rule(found) or (fold_rule(found) if is_pure else None))
     if not isinstance(entry, (types.FunctionType, property)) and hasattr(type(entry), "__get__"):
         if is_library_object(owner) and is_library_object(type(entry)):
             return state.wrap(getattr(cls.real, name), None)
@@ -262,13 +240,6 @@ def read_class_entry(state: CaptureState, cls: ClassValue, owner: type, name: st
         if found is not None:
             return found
     return wrap_class_entry(state, cls.real, owner, name, entry)
-
-
-def _constructor_rule(cls: type, function: Any) -> CallRule | None:
-    """The rule of ``int.from_bytes`` and its kind: class methods of immutable built-in types are pure."""
-    if cls not in LITERAL_TYPES and not is_folded(cls):
-        return None
-    return fold_rule(function)
 
 
 class SuperValue(Value):

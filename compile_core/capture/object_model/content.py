@@ -11,9 +11,7 @@ import collections
 
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.constants import ConstantValue
-from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue
-from gradsplit.compile_core.capture.values.mappings import DictValue
-from gradsplit.compile_core.capture.values.sets import SetValue
+from gradsplit.compile_core.capture.values.containers import ContainerValue
 
 _MAPPINGS = (collections.OrderedDict, collections.defaultdict, dict)
 _LITERALS = (str, bytes, int, float, complex)
@@ -35,14 +33,9 @@ def content_base(cls: type) -> type | None:
 
 def make_content(state: CaptureState, base: type, args: list[Value], kwargs: dict[str, Value]) -> Value:
     """What ``base.__new__(cls, *args)`` puts into a new object; ``__init__`` fills mutable containers."""
-    if base in _MAPPINGS:
-        return DictValue({}, base)
-    if base is list:
-        return ListValue([])
-    if base is set:
-        return SetValue({}, set, None, set())
-    made = state.wrap(base, None).call(state, args, kwargs)
-    if isinstance(made, (ConstantValue, SetValue, SequenceValue)) and made.python_type() is base:
+    is_mutable = base in (*_MAPPINGS, list, set)
+    made = state.wrap(base, None).call(state, [] if is_mutable else args, {} if is_mutable else kwargs)
+    if isinstance(made, (ConstantValue, ContainerValue)) and made.python_type() is base:
         return made
     raise state.unsupported("class-call", f"{base.__name__}.__new__ gives {made.describe()}")
 

@@ -9,9 +9,7 @@ from gradsplit.compile_core.capture.object_model.class_entries import find_class
 from gradsplit.compile_core.capture.object_model.libraries import is_library_object
 from gradsplit.compile_core.capture.object_model.objects import bind_class_entry
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
-from gradsplit.compile_core.capture.values.constants import (
-    BuiltinMethod,
-)
+from gradsplit.compile_core.capture.values.constants import BuiltinMethod
 from gradsplit.compile_core.ir.sources import AttributeSource, ItemSource
 
 
@@ -22,7 +20,7 @@ def enum_attribute(state: CaptureState, member: Value, name: str) -> Value:
     if name == "__class__":
         return state.wrap(cls, None)
     place = AttributeSource(state.reference_source(repr(real), real), "__dict__")
-    if name in ("value", "_value_") and _is_plain(state, cls):
+    if name in ("value", "_value_") and find_class_entry(state, cls, "value")[0] is enum.Enum:
         return state.wrap(real._value_, ItemSource(place, "_value_"))
     if name in real.__dict__ and not name.startswith("__"):
         return state.wrap(real.__dict__[name], ItemSource(place, name))
@@ -37,11 +35,6 @@ def enum_attribute(state: CaptureState, member: Value, name: str) -> Value:
         found = getattr(real, name)
         return BuiltinMethod(member, name) if callable(found) else state.from_constant(found)
     return bind_class_entry(state, member, cls, owner, name, entry)
-
-
-def _is_plain(state: CaptureState, cls: type) -> bool:
-    owner, _ = find_class_entry(state, cls, "value")
-    return owner is enum.Enum
 
 
 def is_enumeration(cls: type) -> bool:

@@ -31,10 +31,10 @@ class PythonModuleValue(ReferenceValue):
         stored = state.effects.stored_global(scope, name)
         if stored is not None and stored is not MISSING:
             return stored
-        found = scope.get(name, _MISSING) if stored is None else _MISSING
+        found = scope.get(name, MISSING) if stored is None else MISSING
         owner = self.source or state.reference_source(self.real.__name__, self.real)
         place = AttributeSource(owner, "__dict__")
-        if found is _MISSING:
+        if found is MISSING:
             setting = inspect.getattr_static(type(self.real), name, None)
             if isinstance(setting, ContextProp):
                 return state.wrap(setting.getter, None).call(state, [], {})
@@ -87,11 +87,6 @@ def is_weak_reference(real: object) -> bool:
 
 class WeakReferenceValue(ReferenceValue):
     """A weak reference, of weak containers or of its own; its call gives the object."""
-
-    @classmethod
-    def existing(cls, state: CaptureState, real: Any, source: Source | None) -> WeakReferenceValue:
-        state.guards.type_is(source, type(real))
-        return cls(real, source)
 
     def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         if args or kwargs:
@@ -174,6 +169,3 @@ class CallableReferenceValue(MethodOwner, ReferenceValue):
         return super().get_attribute(state, name)
 
     do___get__ = bind_function
-
-
-_MISSING = object()

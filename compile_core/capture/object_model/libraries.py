@@ -17,7 +17,9 @@ _TRUSTED_ROOTS = (frozenset(sys.stdlib_module_names) | {"torch", "numpy"}) - {"_
 
 
 def is_library_name(module_name: object) -> bool:
-    return isinstance(module_name, str) and module_name.split(".", 1)[0] in _TRUSTED_ROOTS
+    if not isinstance(module_name, str):
+        return False
+    return module_name.split(".", 1)[0] in _TRUSTED_ROOTS or module_name.startswith("namedtuple_")
 
 
 def runs_code_of_users(function: types.FunctionType) -> bool:

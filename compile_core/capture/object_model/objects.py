@@ -21,7 +21,7 @@ from gradsplit.compile_core.capture.values.base import CaptureState, SymbolicRai
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.containers import ContainerValue
 from gradsplit.compile_core.capture.values.hash_keys import ComputedKey
-from gradsplit.compile_core.capture.values.index_iterator import IndexIterator
+from gradsplit.compile_core.capture.values.iterators import Indexed, RealIterator
 from gradsplit.compile_core.capture.values.mappings import DictValue
 from gradsplit.compile_core.ir.sources import AttributeSource, ItemSource, OwnDictSource, Source
 
@@ -351,7 +351,7 @@ class InstanceValue(AttributeOwner):
         if result is not None:
             return result
         if find_class_entry(state, self.cls, "__getitem__")[0] is not None:
-            return IndexIterator(self)
+            return RealIterator(iter(Indexed(state, self)))
         raise state.raise_exception(TypeError, f"{self.cls.__name__!r} object is not iterable")
 
     def advance(self, state: CaptureState) -> Value | None:

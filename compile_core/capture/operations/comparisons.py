@@ -23,7 +23,6 @@ from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import (
 from gradsplit.compile_core.capture.operations.special_methods import (
     asking_torch,
     of_metaclass,
-    plain_content,
     special_method,
 )
 from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, Value
@@ -93,10 +92,6 @@ def _of_instances(state: CaptureState, symbol: str, left: Value, right: Value) -
         special = None if same is None else ConstantValue(not same.truth(state))
     if special is not None:
         return special
-    contents = [plain_content(side) for side in (left, right)]
-    first, second = contents
-    if first is not None and second is not None:
-        return compare(state, symbol, first, second)
     if symbol in ("==", "!="):
         return ConstantValue(_same_object(state, left, right) == (symbol == "=="))
     kinds = " and ".join(f"{side.python_type().__name__!r}" for side in (left, right))

@@ -25,7 +25,6 @@ from gradsplit.compile_core.capture.operations.special_methods import (
     asking_torch,
     is_not_implemented,
     of_metaclass,
-    plain_content,
     special_call,
     special_method,
 )
@@ -34,7 +33,6 @@ from gradsplit.compile_core.capture.values.constants import ConstantValue, ask_p
 from gradsplit.compile_core.capture.values.containers import Item, ListValue, SequenceValue
 from gradsplit.compile_core.capture.values.deques import DequeValue
 from gradsplit.compile_core.capture.values.mappings import DictValue, DictView, ReadOnlyView
-from gradsplit.compile_core.capture.values.sets import IN_PLACE_OPERATORS as IN_PLACE_SET_OPERATORS
 from gradsplit.compile_core.capture.values.sets import OPERATORS as SET_OPERATORS
 from gradsplit.compile_core.capture.values.sets import SetValue, as_set
 from gradsplit.compile_core.capture.values.stand_ins import StandIn
@@ -99,11 +97,9 @@ def _of_instances(state: CaptureState, written: str, left: Value, right: Value) 
     special = special_method(state, left, right, method, reflected)
     if special is not None:
         return special
-    contents = [plain_content(side) for side in (left, right)]
+    contents = [side.content if isinstance(side, InstanceValue) else side for side in (left, right)]
     if None not in contents:
-        first, second = contents
-        assert first is not None and second is not None
-        return binary(state, symbol, first, second)
+        return binary(state, symbol, *contents)  # type: ignore[arg-type]
     if symbol == "%" and isinstance(left, ConstantValue) and isinstance(left.value, str):
         return fill_in(state, left.value, right)
     for sequence, times in ((left, right), (right, left)) if symbol == "*" else ():
@@ -126,9 +122,9 @@ def _of_containers(state: CaptureState, symbol: str, left: Value, right: Value) 
         return _union(state, left, right)
     views = [isinstance(side, DictView) and side.what != "values" for side in (left, right)]
     if symbol in SET_OPERATORS and any(views):
-        return as_set(state, left, set).call_method(state, SET_OPERATORS[symbol], [right], {})
+        return as_set(state, left, set).call_method(state, SET_OPERATORS[symbol][0], [right], {})
     if symbol in SET_OPERATORS and isinstance(left, SetValue) and isinstance(right, SetValue):
-        return left.call_method(state, SET_OPERATORS[symbol], [right], {})
+        return left.call_method(state, SET_OPERATORS[symbol][0], [right], {})
     return None
 
 
@@ -167,8 +163,8 @@ def _in_place(state: CaptureState, symbol: str, left: Value, right: Value) -> Va
         left.do_update(state, right)
         return left
     both_sets = isinstance(left, SetValue) and left.cls is set and isinstance(right, (SetValue, DictView))
-    if both_sets and symbol in IN_PLACE_SET_OPERATORS:
-        left.call_method(state, IN_PLACE_SET_OPERATORS[symbol], [right], {})
+    if both_sets and symbol[:-1] in SET_OPERATORS:
+        left.call_method(state, SET_OPERATORS[symbol[:-1]][1], [right], {})
         return left
     return None
 
@@ -228,8 +224,6 @@ def _unary(state: CaptureState, symbol: str, operand: Value) -> Value:
         found = special_call(state, operand, method, [])
         if found is not None:
             return found
-        if operand.content is not None:
-            return unary(state, symbol, operand.content)
         shown = f"bad operand type for unary {symbol}: {operand.cls.__name__!r}"
         raise state.raise_exception(TypeError, shown)
     scalar = compute_scalar(state, function, [operand])

@@ -72,13 +72,6 @@ def asking_torch(
     return run(*operands)
 
 
-def plain_content(value: Value) -> Value | None:
-    """What a built-in operator works on: the value, or the content of an object; None where there is none."""
-    if not isinstance(value, InstanceValue):
-        return value
-    return value.content
-
-
 def of_metaclass(state: CaptureState, left: Value, right: Value, method: str, reflected: str) -> Value | None:
     """An operator on classes that their metaclass defines in Python."""
     for owner, other, name in ((left, right, method), (right, left, reflected)):

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from gradsplit.compile_core.capture.object_model.classes import ClassValue
 from gradsplit.compile_core.capture.object_model.exceptions import ExceptionValue
 from gradsplit.compile_core.capture.object_model.objects import OWN_OF_PYTHON, InstanceValue, call_class_entry
 from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, Value
-from gradsplit.compile_core.capture.values.constants import ConstantValue, fold
-from gradsplit.compile_core.capture.values.containers import SequenceValue, SliceValue
-from gradsplit.compile_core.capture.values.deques import DequeValue
+from gradsplit.compile_core.capture.values.constants import ConstantValue, ask_python, fold
+from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue, SliceValue
 from gradsplit.compile_core.capture.values.mappings import DictValue
-from gradsplit.compile_core.capture.values.sets import SetValue
 from gradsplit.compile_core.capture.values.stand_ins import StandIn
 
 # Built-in bases whose ``__repr__`` does not name the class.
@@ -47,9 +44,12 @@ def representation(state: CaptureState, value: Value) -> Value:
         if value.content is not None and value.content.python_type() in _SHOWN_AS_BASE:
             return representation(state, value.content)
         raise state.unsupported("text", f"the text of {value.describe()} shows its address")
-    if not _is_literal_text(value):
-        return ConstantValue(_of_container(state, value, []))
-    return fold(state, repr, [value], {})
+    if _is_literal_text(value):
+        return fold(state, repr, [value], {})
+    held = _python_object(state, value, {})
+    if isinstance(held, StandIn):
+        raise state.unsupported("text", f"no rule for the text of {value.describe()}")
+    return ConstantValue(ask_python(state, repr, held))
 
 
 def formatted(state: CaptureState, value: Value, spec: Value) -> Value:
@@ -106,31 +106,22 @@ def _own_method(state: CaptureState, value: InstanceValue, name: str, args: list
     return call_class_entry(state, value, value.cls, name, args, but=OWN_OF_PYTHON)
 
 
-def _of_container(state: CaptureState, value: Value, inside: list[Value]) -> str:
-    """The text of a container whose items have texts of their own."""
-    if any(value is outer for outer in inside):
-        return "[...]" if isinstance(value, SequenceValue) else "{...}"
+def _python_object(state: CaptureState, value: Value, made: dict[int, Any]) -> Any:
+    """A container for real, with stand-ins for its items; one that is part of itself is so here, as ``made`` tells."""
+    if id(value) in made:
+        return made[id(value)]
 
-    def show(item: Value) -> str:
-        if isinstance(item, (SequenceValue, DictValue, SetValue)):
-            return _of_container(state, item, [*inside, value])
-        return str(representation(state, item).as_constant())
+    def parts(values: Iterable[Value]) -> Iterator[Any]:
+        return (_python_object(state, part, made) for part in values)
 
-    if isinstance(value, SequenceValue) and value.cls in (list, tuple):
-        items = [show(item) for item in value.all(state)]
-        if value.cls is list:
-            return f"[{', '.join(items)}]"
-        return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
-    if isinstance(value, SequenceValue) and hasattr(value.cls, "_fields"):
-        pairs = zip(value.cls._fields, value.all(state), strict=True)
-        return f"{value.cls.__name__}({', '.join(f'{name}={show(item)}' for name, item in pairs)})"
+    if isinstance(value, ListValue):
+        held = made[id(value)] = value.python_object([])
+        held.extend(parts(value.all(state)))
+        return held
+    if isinstance(value, SequenceValue) and (value.cls is tuple or hasattr(value.cls, "_make")):
+        return getattr(value.cls, "_make", tuple)(parts(value.all(state)))
     if isinstance(value, DictValue) and value.cls is dict:
-        return f"{{{', '.join(f'{show(key)}: {show(item)}' for key, item in value.pairs(state))}}}"
-    if isinstance(value, DequeValue):
-        limit = "" if value.limit is None else f", maxlen={value.limit}"
-        return f"deque([{', '.join(show(item) for item in value.all(state))}]{limit})"
-    if isinstance(value, SliceValue):
-        return f"slice({', '.join(show(part) for part in value.parts)})"
-    if isinstance(value, ClassValue):
-        return repr(value.real)
-    raise state.unsupported("text", f"no rule for the text of {value.describe()}")
+        held = made[id(value)] = {}
+        held.update(tuple(parts(pair)) for pair in value.pairs(state))
+        return held
+    return slice(*parts(value.parts)) if isinstance(value, SliceValue) else StandIn(state, value)

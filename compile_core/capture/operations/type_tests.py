@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import types
 import typing
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from gradsplit.compile_core.capture.object_model.objects import (
 )
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.call_rules import answer_to
-from gradsplit.compile_core.capture.values.constants import ConstantValue, is_none
+from gradsplit.compile_core.capture.values.constants import ConstantValue, ask_python, is_none
 from gradsplit.compile_core.capture.values.containers import SequenceValue
 from gradsplit.compile_core.capture.values.references import ReferenceValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue, type_name
@@ -31,7 +32,7 @@ answer_to(isinstance)(lambda state, value, classes: is_instance(state, value, cl
 def _issubclass(state: CaptureState, value: Value, classes: Value) -> Any:
     if not isinstance(value, ClassValue):
         raise state.raise_exception(TypeError, "issubclass() arg 1 must be a class")
-    for wanted in _classes(state, classes, "issubclass"):
+    for wanted in _classes(state, classes, issubclass):
         own = _own_test(state, wanted, "__subclasscheck__", value)
         if _is_subclass(state, value.real, wanted) if own is None else own:
             return ConstantValue(True)
@@ -55,7 +56,7 @@ def _plain_subclass_check(state: CaptureState, cls: Value, value: Value) -> Any:
 def is_instance(state: CaptureState, value: Value, classes: Value) -> bool:
     """``isinstance(value, classes)``."""
     cls = value.python_type()
-    for wanted in _classes(state, classes, "isinstance"):
+    for wanted in _classes(state, classes, isinstance):
         if wanted is cls:
             return True
         own = _own_test(state, wanted, "__instancecheck__", value)
@@ -150,7 +151,7 @@ def _protocol_members(protocol: type) -> set[str]:
     return set(found)
 
 
-def _classes(state: CaptureState, value: Value, caller: str) -> list[type]:
+def _classes(state: CaptureState, value: Value, caller: Callable[..., bool]) -> list[type]:
     if isinstance(value, SequenceValue) and issubclass(value.cls, tuple):
         return [cls for item in value.all(state) for cls in _classes(state, item, caller)]
     if isinstance(value, ClassValue) or isinstance(getattr(value, "real", None), _NAMED_CLASSES):
@@ -158,8 +159,5 @@ def _classes(state: CaptureState, value: Value, caller: str) -> list[type]:
     if isinstance(value, ReferenceValue) and isinstance(value.real, types.UnionType):
         return [type(None) if cls is None else cls for cls in typing.get_args(value.real)]
     if isinstance(value, ConstantValue):
-        kind = "a type, a tuple of types, or a union"
-        if caller == "issubclass":
-            kind = "a class, a tuple of classes, or a union"
-        raise state.raise_exception(TypeError, f"{caller}() arg 2 must be {kind}")
-    raise state.unsupported("isinstance", f"{caller} with {value.describe()}")
+        ask_python(state, caller, int, value.value)  # raises, in Python's own words
+    raise state.unsupported("isinstance", f"{caller.__name__} with {value.describe()}")

@@ -82,6 +82,22 @@ class Items:
         return item
 
 
+class Indexed:
+    """An object that has only ``__getitem__``, of which Python itself makes an iterator: 0, 1, 2 … until IndexError."""
+
+    def __init__(self, state: CaptureState, value: Value) -> None:
+        self.state = state
+        self.value = value
+
+    def __getitem__(self, index: int) -> Value:
+        try:
+            return self.value.get_item(self.state, ConstantValue(index))
+        except SymbolicRaise as raised:
+            if not issubclass(raised.value.python_type(), (IndexError, StopIteration)):
+                raise
+            raise IndexError from None
+
+
 class Called:
     """A symbolic function as a real one; ``then`` is done with what it gives."""
 

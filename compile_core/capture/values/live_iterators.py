@@ -121,15 +121,14 @@ def _waiting(iterator: Any) -> list[Any]:
     return waiting
 
 
-def _roots(iterator: Any) -> set[int]:
-    """The innermost iterators."""
-    if type(iterator) in _OVER_CONTAINERS:
-        return {id(iterator)}
-    return set().union(*map(_roots, _inner(iterator)))
+def _all_in(iterator: Any) -> list[Any]:
+    """The iterator, and those that it holds."""
+    inner = [] if type(iterator) in _OVER_CONTAINERS else _inner(iterator)
+    return [iterator, *(part for held in inner for part in _all_in(held))]
 
 
 def _share_nothing(*iterators: Any) -> bool:
-    roots = [_roots(iterator) for iterator in iterators]
+    roots = [{id(part) for part in _all_in(one) if type(part) in _OVER_CONTAINERS} for one in iterators]
     return sum(map(len, roots)) == len(set().union(*roots))
 
 
@@ -216,9 +215,10 @@ def _in_parts(state: CaptureState, real: Any, source: Source) -> Value:
 
 def _containers(real: Any) -> set[int]:
     """What the iterator runs over."""
-    if type(real) in _OVER_CONTAINERS:
-        return set(map(id, gc.get_referents(real)))
-    return set(map(id, _waiting(real))).union(*map(_containers, _inner(real)))
+    runs_over = [
+        gc.get_referents(part) if type(part) in _OVER_CONTAINERS else _waiting(part) for part in _all_in(real)
+    ]
+    return {id(container) for containers in runs_over for container in containers}
 
 
 def _about_to_change(state: CaptureState) -> set[int]:
@@ -227,9 +227,10 @@ def _about_to_change(state: CaptureState) -> set[int]:
     if not (effects.containers or effects.attributes or effects.globals):
         return set()
     changed = {id(value) for value in effects.containers.values()}
-    found = {place for place, (_, value) in state.known.items() if id(value) in changed}
-    found |= {
-        place for place, (_, value) in state.known.items() if id(getattr(value, "content", None)) in changed
+    found = {
+        place
+        for place, (_, value) in state.known.items()
+        if id(value) in changed or id(getattr(value, "content", None)) in changed
     }
     owners = [owner for owner in effects.attributes.values() if hasattr(owner, "real_dict")]
     return found | {id(owner.real_dict()) for owner in owners} | {place for place, _ in effects.globals}

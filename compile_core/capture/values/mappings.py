@@ -185,19 +185,16 @@ class DictValue(ContainerValue):
         return found if found is not None else default or ConstantValue(None)
 
     def do_setdefault(self, state: CaptureState, key: Value, default: Value | None = None) -> Value:
-        found = self.find(state, key)
-        if found is not None:
-            return found
-        self.set_item(state, key, default or ConstantValue(None))
+        if self.find(state, key) is None:
+            self.set_item(state, key, default or ConstantValue(None))
         return self.get_item(state, key)
 
     def do_pop(self, state: CaptureState, key: Value, default: Value | None = None) -> Value:
         found = self.find(state, key)
-        if found is None:
-            if default is None:
-                raise state.raise_exception(KeyError, key)
+        if found is None and default is not None:
             return default
-        self.delete_item(state, key)
+        self.delete_item(state, key)  # raises where there is none
+        assert found is not None
         return found
 
     def do_update(self, state: CaptureState, other: Value | None = None, /, **kwargs: Value) -> None:
@@ -397,11 +394,6 @@ class DictView(MethodOwner):
         pairs = self.owner.pairs(state)
         items = [item if self.what == "values" else SequenceValue([key, item], tuple) for key, item in pairs]
         return DictIterator(self.owner, list(items), self.what)
-
-    def get_attribute(self, state: CaptureState, name: str) -> Value:
-        if name in ("__reversed__", "isdisjoint", "mapping"):
-            raise state.unsupported("attribute", f"{name} of {self.describe()}")
-        return super().get_attribute(state, name)
 
     def contains(self, state: CaptureState, item: Value) -> bool:
         if self.what == "keys":

@@ -168,22 +168,14 @@ class SetValue(ContainerValue):
         return super().get_attribute(state, name)
 
 
-# The methods that change a set, and those that give the same as a new one.
-_RESULTS = {
-    "update": "union",
-    "intersection_update": "intersection",
-    "difference_update": "difference",
-    "symmetric_difference_update": "symmetric_difference",
+# Operators of sets: the methods that give the same as a new set, and in place.
+OPERATORS = {
+    "|": ("union", "update"),
+    "&": ("intersection", "intersection_update"),
+    "-": ("difference", "difference_update"),
+    "^": ("symmetric_difference", "symmetric_difference_update"),
 }
-
-# Operators of sets, with the names of their methods.
-OPERATORS = {"|": "union", "&": "intersection", "-": "difference", "^": "symmetric_difference"}
-IN_PLACE_OPERATORS = {
-    f"{symbol}=": name
-    for symbol, of in OPERATORS.items()
-    for name, result in _RESULTS.items()
-    if result == of
-}
+_RESULTS = {in_place: made for made, in_place in OPERATORS.values()}
 
 
 def new_set(state: CaptureState, items: list[Value], cls: type = set) -> SetValue:

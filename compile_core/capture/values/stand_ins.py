@@ -22,7 +22,7 @@ class StandIn:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StandIn) and self.state.equal(self.value, other.value)
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = object.__hash__  # a key of a dictionary that is only shown
 
     def __lt__(self, other: StandIn) -> bool:
         return self.state.less(self.value, other.value)
