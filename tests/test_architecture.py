@@ -119,7 +119,6 @@ CAPTURE_EDGES: dict[str, tuple[str, ...]] = {
     "wrap": (
         "directive_rules",
         "directives",
-        "higher_order_calls",
         "numpy_arrays",
         "object_model",
         "open_numbers",

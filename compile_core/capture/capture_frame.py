@@ -7,7 +7,7 @@ import inspect
 import logging
 import traceback
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from gradsplit.compile_core import config
+from gradsplit.compile_core.capture.code_objects.instructions import parameter_names
 from gradsplit.compile_core.capture.code_objects.resume import rest_of
 from gradsplit.compile_core.capture.frames.frame import BreakRequested, Frame
 from gradsplit.compile_core.capture.graph.fake_inputs import has_layout
@@ -60,9 +61,7 @@ def argument_names(code: types.CodeType, cells_argument: bool = False) -> tuple[
 
     With ``cells_argument`` the tuple of closure cells comes before them.
     """
-    count = code.co_argcount + code.co_kwonlyargcount
-    count += bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
-    return ((CELLS_ARGUMENT,) if cells_argument else ()) + code.co_varnames[:count]
+    return ((CELLS_ARGUMENT,) if cells_argument else ()) + parameter_names(code)
 
 
 def capture(
@@ -211,7 +210,7 @@ def _attempt(
     """Capture until the end or until a step of the outermost frame; also the step at which it failed, if it did."""
     state = Capture(call.original_of, call.is_compiled_apart, call.history, call.data_reads)
     state.is_continuation = rest_of(call.function.__code__) is not None
-    state.guards.add([], "{c0}() == {c1}", [global_state, global_state()], "the modes of torch are the same")
+    state.guards.gives(global_state, global_state(), "the modes of torch are the same")
     state.default_device, state.autocast_at_start = default_device(), autocast_state()
     state.attention_at_start = attention_kernels()
     try:
@@ -237,8 +236,7 @@ def _interpret(
         if watch is not None:
             frame.before_step = functools.partial(_note_step, watch, state, frame, call)
         if call.is_module_call:
-            first = names[call.cells_argument]
-            module = state.realize(frame.locals.get(first) or _content(frame, first))
+            module = state.realize(frame.variable(names[call.cells_argument]))
             assert isinstance(module, ModuleValue)
             if module.has_hooks(state):
                 raise state.unsupported("module-hooks", f"{module.describe()} has hooks")
@@ -273,10 +271,6 @@ def _note_step(watch: _Watch, state: Capture, frame: Frame, call: _Call) -> None
     except Unsupported:
         return
     watch.step = frame.steps
-
-
-def _content(frame: Frame, name: str) -> Any:
-    return frame.cells[name].content
 
 
 def _start(state: Capture, call: _Call, arguments: dict[str, Any]) -> Frame:
@@ -401,16 +395,11 @@ def _check_inputs(state: Capture) -> bool:
                 "overlapping-inputs",
                 f"{written.entry.source}, which is changed, shares memory with {other.entry.source}",
             )
+    arrays = [record for record in tensors if isinstance(record.entry.source, ConvertedSource)]
     for index in sorted(changed):
-        _check_arrays(state, tensors[index], tensors)
+        # Tensors of arrays begin where the array does, so that nothing tells whether two share memory.
+        if tensors[index] in arrays and len(arrays) > 1:
+            source = tensors[index].entry.source
+            raise state.unsupported("overlapping-inputs", f"{source} is changed, beside other arrays")
         state.guards.no_overlap([record.entry for record in tensors], index)
     return bool(changed)
-
-
-def _check_arrays(state: Capture, changed: Any, tensors: Sequence[Any]) -> None:
-    """Tensors of arrays begin where the array does, so that nothing tells whether two share memory."""
-    arrays = [record for record in tensors if isinstance(record.entry.source, ConvertedSource)]
-    if changed in arrays and len(arrays) > 1:
-        raise state.unsupported(
-            "overlapping-inputs", f"{changed.entry.source} is changed, beside other arrays"
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import Any
 
@@ -28,9 +29,9 @@ from gradsplit.compile_core.torch_facts.higher_order_operators import call_of_re
 def directive_rule(function: Any) -> CallRule | None:
     """The rule of a function that the program marked, None if it has no mark."""
     if directives.is_disallowed(function):
-        return _asked_for_break(function)
+        return functools.partial(_end_graph, function)
     if getattr(function, directives.CONSTANT_RESULT, False):
-        return _constant_result_rule(function)
+        return functools.partial(_call_now, function)
     if directives.is_allowed(function):
         return _allowed_rule(function)
     if directives.is_torch_front_end_function(function, ("allow_in_graph",)):
@@ -38,22 +39,16 @@ def directive_rule(function: Any) -> CallRule | None:
     return None
 
 
-def _asked_for_break(function: Any) -> CallRule:
-    is_graph_break = function is directives.graph_break or directives.is_torch_front_end_function(
-        function, ("graph_break",)
-    )
-
-    def end_graph(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        if not is_graph_break:
-            name = getattr(function, "__name__", type(function).__name__)
-            raise state.unsupported("disallowed", f"{name} is not allowed in graphs (disallow_in_graph)")
-        if state.calling_module().startswith("torch.optim."):
-            return ConstantValue(None)  # it asks for one on account of torch's own compiler
-        shown = [value.value for value in (*args, *kwargs.values()) if isinstance(value, ConstantValue)]
-        reason = f": {shown[0]}" if shown and shown[0] else ""
-        raise state.unsupported("graph-break", f"the program asks for a graph break{reason}")
-
-    return end_graph
+def _end_graph(function: Any, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    asks = directives.is_torch_front_end_function(function, ("graph_break",))
+    if not asks and function is not directives.graph_break:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise state.unsupported("disallowed", f"{name} is not allowed in graphs (disallow_in_graph)")
+    if state.calling_module().startswith("torch.optim."):
+        return ConstantValue(None)  # it asks for one on account of torch's own compiler
+    shown = [value.value for value in (*args, *kwargs.values()) if isinstance(value, ConstantValue)]
+    reason = f": {shown[0]}" if shown and shown[0] else ""
+    raise state.unsupported("graph-break", f"the program asks for a graph break{reason}")
 
 
 directives.disallow_in_graph(directives.graph_break)
@@ -106,19 +101,15 @@ def _graph_target(function: Any) -> Any:
     return allowed
 
 
-def _constant_result_rule(function: Any) -> CallRule:
+def _call_now(function: Any, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     """Calls the function now; the compiled function holds on to what it returned."""
-
-    def call_now(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        real_args = [real_object(state, value) for value in args]
-        real_kwargs = {key: real_object(state, value) for key, value in kwargs.items()}
-        try:
-            result = function(*real_args, **real_kwargs)
-        except Exception as error:
-            raise PlainCall(f"{function.__name__} raises {type(error).__name__}: {error}") from error
-        return state.wrap(result, state.reference_source(function.__name__, result))
-
-    return call_now
+    real_args = [real_object(state, value) for value in args]
+    real_kwargs = {key: real_object(state, value) for key, value in kwargs.items()}
+    try:
+        result = function(*real_args, **real_kwargs)
+    except Exception as error:
+        raise PlainCall(f"{function.__name__} raises {type(error).__name__}: {error}") from error
+    return state.wrap(result, state.reference_source(function.__name__, result))
 
 
 def real_object(state: CaptureState, value: Value | LazyValue) -> Any:

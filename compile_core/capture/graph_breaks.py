@@ -23,6 +23,7 @@ from gradsplit.compile_core.capture.code_objects.resume import (
     VALUE,
     Rest,
     StackPlace,
+    called_values,
     can_break_at,
     can_resume,
     in_order,
@@ -158,11 +159,10 @@ class BreakWriter:
     def _first_argument(self) -> dict[str, str]:
         """The variable that ``super()`` looks for, which must come first."""
         name = self.code.co_varnames[0]
-        cell = self.frame.cells.get(name)
-        value = self.frame.locals.get(name, NULL) if cell is None else cell.content or NULL
-        if value is NULL:
+        value = self.frame.variable(name)
+        if value is None or value is NULL:
             raise self.state.unsupported("break-without-self", "the first argument of a method was deleted")
-        return {FIRST_ARGUMENT if cell is not None else name: self.writer.emit(value)}
+        return {FIRST_ARGUMENT if name in self.frame.cells else name: self.writer.emit(value)}
 
     def build(self) -> None:
         """Note the lines that come after the effects."""
@@ -209,14 +209,10 @@ class BreakWriter:
     def _callee_place(self) -> int | None:
         """The place of what the instruction calls, where that may have a compiled form."""
         stack, instruction = self.frame.stack, self.frame.code.instructions[self.frame.index]
-        count = {
-            "CALL": instruction.arg + 2,
-            "CALL_KW": instruction.arg + 3,
-            "CALL_FUNCTION_EX": 3 + (instruction.arg & 1),
-        }.get(instruction.name)
-        if count is None:
+        called = called_values(instruction)
+        if not called:
             return None
-        base = len(stack) - count
+        base = len(stack) - called
         place = base if stack[base] is not NULL else base + 1
         return place if may_be_compiled(stack[place]) else None
 

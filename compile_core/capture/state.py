@@ -100,8 +100,8 @@ class Capture(CaptureState):
     ) -> None:
         sizes = SymbolicSizes(history, self.location)
         super().__init__(OutputGraph(sizes, data_reads), SideEffects(), sizes, data_reads)
-        self._original_of = original_of
-        self._is_compiled_apart = is_compiled_apart
+        self.original_of = original_of
+        self.is_compiled_apart = is_compiled_apart
         self.generators: list[GeneratorValue] = []
 
     def wrap(self, real: Any, source: Source | None) -> Value:
@@ -114,12 +114,6 @@ class Capture(CaptureState):
             if source is None:
                 raise
             return wrap_opaque(self, real, source, error)
-
-    def original_of(self, real: Any) -> Any:
-        return self._original_of(real)
-
-    def is_compiled_apart(self, module: torch.nn.Module) -> bool:
-        return self._is_compiled_apart(module)
 
     def from_constant(self, real: Any) -> Value:
         if isinstance(real, torch.SymInt):
@@ -278,9 +272,7 @@ class Capture(CaptureState):
 
     def read_truth(self, tensor: TensorValue) -> Value:
         # By a number that stays open: ``== 1`` would make it a constant.
-        held = self.call_tensor_op("call_method", "ne", [tensor, ConstantValue(0)], {})
-        held = self.call_tensor_op("call_method", "long", [held], {})
-        read: Any = self.call_tensor_op("call_method", "item", [held], {})
+        read = self.call_torch("item", self.call_torch("long", self.call_torch("ne", tensor, 0)))
         return ConditionValue(read.number > 0, expected=expected_of(tensor.node))
 
     def assume(self, value: Value, truth: bool) -> bool:
@@ -336,12 +328,7 @@ class Capture(CaptureState):
             return value
         if isinstance(example, (tuple, list)):
             cls = type(example)
-            items: list[Any] = []
-            for index, item in enumerate(example):
-                if isinstance(item, types.FunctionType):
-                    items.append(PullBackValue(self.graph.item(node, index)))
-                    continue
-                items.append(self._wrap_part(node, index, item, target))
+            items: list[Any] = [self._wrap_part(node, at, item, target) for at, item in enumerate(example)]
             if issubclass(cls, list):
                 return ListValue(items)
             if cls is tuple or sequence_fields(cls):
@@ -389,7 +376,12 @@ class Capture(CaptureState):
         """A part of a result. Fakes cannot give numbers that depend on data, so a literal is always the same."""
         if is_literal(part):
             return ConstantValue(part)
-        return self._wrap_result(self.graph.item(node, key), part, target)
+        item = self.graph.item(node, key)
+        return (
+            PullBackValue(item)
+            if isinstance(part, types.FunctionType)
+            else self._wrap_result(item, part, target)
+        )
 
     def add_scalar_node(self, op: str, target: Any, args: tuple[Any, ...], example: Any) -> fx.Node:
         node = self.graph.graph.create_node(op, target, args, {})

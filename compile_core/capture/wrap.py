@@ -14,7 +14,6 @@ import torch
 
 from gradsplit.compile_core.capture.directive_rules import directive_rule
 from gradsplit.compile_core.capture.directives import beneath_torch_front_end, compiled_by_torch
-from gradsplit.compile_core.capture.higher_order_calls.function_transforms import transformed_function_rule
 from gradsplit.compile_core.capture.numpy_arrays.arrays import NUMPY_FUNCTIONS, wrap_array
 from gradsplit.compile_core.capture.numpy_arrays.numpy_wrapper import form_of_torchs_wrapper
 from gradsplit.compile_core.capture.object_model.classes import ClassValue
@@ -290,12 +289,7 @@ def _wrap_function(state: CaptureState, real: types.FunctionType, source: Source
     if included is not None:
         state.guards.is_object(source, real)
         return state.wrap(included, None)
-    rule = (
-        directive_rule(real)
-        or find_call_rule(real)
-        or find_torch_rule(real)
-        or transformed_function_rule(real)
-    )
+    rule = directive_rule(real) or find_call_rule(real) or find_torch_rule(real)
     if rule is not None:
         state.guards.is_object(source, real)
         return CallableReferenceValue(real, rule, source)

@@ -37,7 +37,6 @@ group_by_device_and_dtype = private(
     "torch._C:_group_tensors_by_device_and_dtype", "capturing torch's foreach optimizers"
 )
 log_api_usage_once = private("torch._C:_log_api_usage_once", "capturing modules that are made in a program")
-assert_function = private("torch:_assert", "torch._assert in programs")
 is_scripting = private("torch._jit_internal:is_scripting", "programs that ask whether they are scripted")
 _NO_NUMPY = SimpleNamespace(
     ndarray=type("ndarray", (), {}), linalg=SimpleNamespace(), fft=SimpleNamespace(), random=SimpleNamespace()

@@ -17,7 +17,9 @@ import pytest
 import torch
 
 from gradsplit.compile_core.capture.code_objects.instructions import decode
+from gradsplit.compile_core.capture.code_objects.live_variables import live_at
 from gradsplit.compile_core.capture.code_objects.resume import can_resume
+from gradsplit.compile_core.capture.frames.binding import only_binds
 from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
 from tests.capture.test_language import assert_same
 
@@ -730,8 +732,8 @@ def test_code_with_breaks_is_freed():
     exec("def function(x):\n    y = x + 1\n    note(y.shape)\n    return y * 2", names)
     gone = weakref.ref(names["function"].__code__)
     CompiledFunction(names.pop("function"), lambda graph, inputs: graph.module)(torch.ones(2))
-    decode.cache_clear()
-    can_resume.cache_clear()
+    for cached in (decode, can_resume, live_at, only_binds):
+        cached.cache_clear()
     gc.collect()
     assert gone() is None
 

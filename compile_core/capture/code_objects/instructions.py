@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import itertools
 import types
 from dataclasses import dataclass
@@ -103,6 +104,13 @@ class Code:
         if [item.name for item in items] != [instruction.name for instruction in self.instructions]:
             raise InternalError(f"{self.code.co_name}: two decoders disagree about the instructions")
         return items
+
+
+def parameter_names(code: types.CodeType) -> tuple[str, ...]:
+    """In the order of the code's locals: positional, keyword-only, *args, **kwargs."""
+    count = code.co_argcount + code.co_kwonlyargcount
+    count += bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    return code.co_varnames[:count]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dis
+import functools
 import types
-import weakref
 
 from gradsplit.compile_core.capture.code_objects.instructions import NO_FALL_THROUGH, Code, decode
 
@@ -16,22 +16,13 @@ def live_variables(code: types.CodeType, index: int) -> frozenset[str]:
 
     To delete a variable counts as reading it: it must be set.
     """
-    live = _live_at(decode(code))[index]
+    live = live_at(decode(code))[index]
     return frozenset(name for bit, name in enumerate(code.co_varnames) if live >> bit & 1)
 
 
-# By the decoded code, which lives as long as the code does.
-_found: weakref.WeakKeyDictionary[Code, list[int]] = weakref.WeakKeyDictionary()
-
-
-def _live_at(code: Code) -> list[int]:
+@functools.lru_cache(maxsize=4096)
+def live_at(code: Code) -> list[int]:
     """Which variables are live before each instruction, as bits in their order: a data flow, from the end on."""
-    if (found := _found.get(code)) is None:
-        found = _found[code] = _flow(code)
-    return found
-
-
-def _flow(code: Code) -> list[int]:
     instructions, handlers = code.instructions, _handlers(code)
     bits = {name: 1 << bit for bit, name in enumerate(code.code.co_varnames)}
     live = [0] * (len(instructions) + 1)

@@ -27,7 +27,12 @@ from typing import Any, TypeVar
 import bytecode
 from bytecode.instr import CellVar, FreeVar, TryBegin, TryEnd
 
-from gradsplit.compile_core.capture.code_objects.instructions import Instruction, decode, editable
+from gradsplit.compile_core.capture.code_objects.instructions import (
+    NO_FALL_THROUGH,
+    Instruction,
+    decode,
+    editable,
+)
 from gradsplit.compile_core.capture.code_objects.python_versions import (
     CALL_NEEDS_PRECALL,
     END_OF_FOR,
@@ -60,8 +65,6 @@ _FRAME_READERS = frozenset(["locals", "vars", "dir", "eval", "exec", "_getframe"
 
 # The parameter that holds the frame's first argument where that lies in a cell.
 FIRST_ARGUMENT = "_gs_first"
-
-_NO_FALL_THROUGH = frozenset(["RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS"])
 
 
 @dataclass(frozen=True)
@@ -219,7 +222,7 @@ def make_break_code(rest: Rest) -> BreakCode:
         exits[label] = Rest(code, target, stack, rest.local_names)
 
     run: list[Any] = _copies(code, index, jumped)
-    if instruction.name not in _NO_FALL_THROUGH:
+    if instruction.name not in NO_FALL_THROUGH:
         add_exit(behind, index + 1, _places_after(instruction, places, False))
         run.append(bytecode.Instr("JUMP_FORWARD", behind, lineno=instruction.line))
     if instruction.target >= 0:
@@ -248,12 +251,8 @@ def _places_after(
 ) -> tuple[StackPlace, ...]:
     name, arg = instruction.name, instruction.arg
     pair = (VALUE, NULL_PLACE) if NULL_IS_ABOVE_CALLABLE else (NULL_PLACE, VALUE)
-    if name == "CALL":
-        return (*places[: len(places) - arg - 2], VALUE)
-    if name == "CALL_KW":
-        return (*places[: len(places) - arg - 3], VALUE)
-    if name == "CALL_FUNCTION_EX":
-        return (*places[: len(places) - 3 - (arg & 1)], VALUE)
+    if called := called_values(instruction):
+        return (*places[: len(places) - called], VALUE)
     if _loads_method(instruction):
         return (*places[: len(places) - METHOD_LOADS[name]], *pair)
     if name == "LOAD_GLOBAL" and arg & 1:
@@ -265,6 +264,13 @@ def _places_after(
     # Only values are taken off by all others, so the places below keep their kind and new ones are values.
     count = len(places) + effect
     return (*places[:count], *[VALUE] * (count - len(places)))
+
+
+def called_values(instruction: Instruction) -> int:
+    """How many values a call takes off the stack, from the callable and its NULL on; 0 of other instructions."""
+    arg = instruction.arg
+    counts = {"CALL": arg + 2, "CALL_KW": arg + 3, "CALL_FUNCTION_EX": 3 + (arg & 1)}
+    return counts.get(instruction.name, 0)
 
 
 def _loads_method(instruction: Instruction) -> bool:

@@ -120,6 +120,11 @@ class Frame:
         yield from self.locals.values()
         yield from (cell.content for cell in self.cells.values())
 
+    def variable(self, name: str) -> Any:
+        """What a variable holds; None, or NULL, where it is not set."""
+        cell = self.cells.get(name)
+        return self.locals.get(name) if cell is None else cell.content
+
     def dropped_arguments(self) -> bool:
         """Whether a variable that was an argument holds something else by now, or nothing."""
         return any(not _holds(self, name, value) for name, value in self.arguments.items())
@@ -195,8 +200,7 @@ class Frame:
 
 
 def _holds(frame: Frame, name: str, argument: Any) -> bool:
-    cell = frame.cells.get(name)
-    value: Any = frame.locals.get(name) if cell is None else cell.content
+    value = frame.variable(name)
     # An argument is read when it is used.
     is_read = isinstance(argument, LazyValue) and getattr(value, "source", None) == argument.source
     return value is argument or is_read

@@ -91,21 +91,19 @@ class GeneratorValue(MethodOwner, IteratorValue):
         inner = self._delegate()
         if inner is None:
             return self.resume(state, raised=raised)
-        if issubclass(raised.value.python_type(), GeneratorExit):
-            self.running = True
-            try:
-                inner.do_close(state)
-            finally:
-                self.running = False
-            return self.resume(state, raised=raised)
-        self.running = True
+        item, passed_on, self.running = None, None, True
         try:
-            item = inner.pass_exception(state, raised)
+            if issubclass(raised.value.python_type(), GeneratorExit):
+                inner.do_close(state)
+                passed_on = raised
+            else:
+                item = inner.pass_exception(state, raised)
         except SymbolicRaise as left:
-            self.running = False
-            return self.resume(state, raised=left)
+            passed_on = left
         finally:
             self.running = False
+        if passed_on is not None:
+            return self.resume(state, raised=passed_on)
         if item is not None:
             return item
         self._leave_delegate(inner.returned() or ConstantValue(None))

@@ -33,10 +33,7 @@ from gradsplit.compile_core.capture.values.containers import SequenceValue
 from gradsplit.compile_core.capture.values.mappings import DictValue, mapping_pairs, new_dict
 from gradsplit.compile_core.errors import Unsupported
 
-
-@opcode("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT")
-def _jump(frame: Frame, instruction: Instruction) -> None:
-    frame.jump(instruction)
+opcode("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT")(Frame.jump)
 
 
 _CONDITIONS: dict[str, Callable[[Frame, Value], bool]] = {
@@ -139,12 +136,6 @@ def _send(frame: Frame, instruction: Instruction) -> None:
 @opcode("END_SEND")
 def _end_send(frame: Frame, instruction: Instruction) -> None:
     del frame.stack[-2]
-
-
-@opcode("CLEANUP_THROW")
-def _cleanup_throw(frame: Frame, instruction: Instruction) -> None:
-    # Comes when something was thrown into a ``yield from``; what the inner iterator returned arrives elsewhere.
-    raise SymbolicRaise(frame.pop())
 
 
 @opcode("KW_NAMES")
@@ -325,8 +316,10 @@ def _call_intrinsic_2(frame: Frame, instruction: Instruction) -> None:
     prepare_reraise(frame, instruction)
 
 
-@opcode("RERAISE")
+@opcode("RERAISE", "CLEANUP_THROW")
 def _reraise(frame: Frame, instruction: Instruction) -> None:
+    # The latter comes when something was thrown into a ``yield from``; what the inner iterator returned arrives
+    # elsewhere.
     raise SymbolicRaise(frame.pop())
 
 

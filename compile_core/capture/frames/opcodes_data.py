@@ -51,8 +51,7 @@ def load_local(frame: Frame, name: str) -> Value:
         return frame.cells[name]
     value = frame.locals.get(name)
     if value is None or value is NULL:
-        message = f"cannot access local variable {name!r} where it is not associated with a value"
-        raise frame.state.raise_exception(UnboundLocalError, message)
+        raise _unset(frame, name)
     realized = frame.locals[name] = frame.state.realize(value)
     return realized
 
@@ -95,7 +94,7 @@ def _delete_fast(frame: Frame, instruction: Instruction) -> None:
 def _load_deref(frame: Frame, instruction: Instruction) -> None:
     cell = frame.cells[instruction.value]
     if cell.content is None:
-        raise _unset_cell(frame, instruction.value)
+        raise _unset(frame, instruction.value)
     cell.content = frame.state.realize(cell.content)
     frame.push(cell.content)
 
@@ -103,18 +102,15 @@ def _load_deref(frame: Frame, instruction: Instruction) -> None:
 @opcode("DELETE_DEREF")
 def _delete_deref(frame: Frame, instruction: Instruction) -> None:
     if frame.cells[instruction.value].content is None:
-        raise _unset_cell(frame, instruction.value)
+        raise _unset(frame, instruction.value)
     frame.cells[instruction.value].store(frame.state, None)
 
 
-def _unset_cell(frame: Frame, name: str) -> SymbolicRaise:
-    if name in frame.code.code.co_cellvars:
-        message = f"cannot access local variable {name!r} where it is not associated with a value"
-        return frame.state.raise_exception(UnboundLocalError, message)
-    message = (
-        f"cannot access free variable {name!r} where it is not associated with a value in enclosing scope"
-    )
-    return frame.state.raise_exception(NameError, message)
+def _unset(frame: Frame, name: str) -> SymbolicRaise:
+    unbound = f"variable {name!r} where it is not associated with a value"
+    if name not in frame.code.code.co_freevars:
+        return frame.state.raise_exception(UnboundLocalError, f"cannot access local {unbound}")
+    return frame.state.raise_exception(NameError, f"cannot access free {unbound} in enclosing scope")
 
 
 def load_global(frame: Frame, name: str) -> Value:

@@ -68,19 +68,15 @@ def _matched_attributes(
         except SymbolicRaise as raised:
             if not issubclass(raised.value.python_type(), AttributeError):
                 raise
-            if not issubclass(cls.real, _SELF_MATCHING) or count != 1:
-                allowed = int(issubclass(cls.real, _SELF_MATCHING))
-                message = f"{cls.real.__name__}() accepts {allowed} positional sub-patterns ({count} given)"
-                raise state.raise_exception(TypeError, message) from None
+            fields = None
+        matches_itself = fields is None and issubclass(cls.real, _SELF_MATCHING)
+        allowed = int(matches_itself) if fields is None else len(fields)
+        if count > allowed:
+            message = f"{cls.real.__name__}() accepts {allowed} positional sub-patterns ({count} given)"
+            raise state.raise_exception(TypeError, message)
+        if matches_itself:
             found.append(subject)
-            fields = []
-        else:
-            if count > len(fields):
-                message = (
-                    f"{cls.real.__name__}() accepts {len(fields)} positional sub-patterns ({count} given)"
-                )
-                raise state.raise_exception(TypeError, message)
-        names = (*(field.as_constant() for field in fields[:count]), *names)
+        names = (*(field.as_constant() for field in (fields or ())[:count]), *names)
     for name in names:
         if not subject.has_attribute(state, name):
             return None

@@ -122,15 +122,8 @@ class SideEffects:
         return bool(self.containers or self.cells or self.classes) or not plain
 
     def __bool__(self) -> bool:
-        return bool(
-            self.containers
-            or self.moved
-            or self.attributes
-            or self.cells
-            or self.globals
-            or self.classes
-            or self.messages
-        )
+        states = (self.containers, self.moved, self.attributes, self.cells, self.globals, self.classes)
+        return any(states) or bool(self.messages)
 
 
 def _is_constant(now: Any, before: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -67,6 +68,14 @@ class GuardSet:
         key = (tuple(sources), condition, tuple(id(constant) for constant in constants))
         if key not in self._guards:
             self._guards[key] = Guard(tuple(sources), condition, tuple(constants), text, kind, self._place())
+
+    def written(self, sources: Sequence[Source], shown: Callable[[Callable[[Source], str]], str]) -> None:
+        """What ``shown`` writes as Python over the names of the sources; it may use ``math``."""
+        condition = shown(lambda source: f"{{{sources.index(source)}}}").replace("math.", "{c0}.")
+        self.add(sources, condition, [math] if "{c0}" in condition else [], shown(str))
+
+    def gives(self, function: Callable[[], Any], result: Any, text: str) -> None:
+        self.add([], "{c0}() == {c1}", [function, result], text)
 
     # What has no source belongs to a library, and is trusted to stay as it is.
 

@@ -62,14 +62,14 @@ def _while_loop(state: CaptureState, cond_fn: Value, body_fn: Value, carried_inp
     carried = [value for value in state.items_of(carried_inputs) if isinstance(value, TensorValue)]
     if len(carried) != len(state.items_of(carried_inputs)):
         raise state.unsupported("while-loop", "torch.while_loop with something else than tensors to carry")
-    condition, read = _capture_step(state, cond_fn, carried, [])
-    step, lifted = _capture_step(state, body_fn, carried, read)
-    if lifted != read:
-        condition, _ = _capture_step(state, cond_fn, carried, lifted)
+    condition = _capture_step(state, cond_fn, carried, [])
+    step = _capture_step(state, body_fn, carried, condition.lifted)
+    if step.lifted != condition.lifted:
+        condition = _capture_step(state, cond_fn, carried, step.lifted)
     _check_alike(state, step.tensors, carried, "what torch.while_loop carries")
     if len(condition.tensors) != 1:
         raise state.unsupported("while-loop", "torch.while_loop with a condition that is no tensor")
-    given = [*(tensor.node for tensor in carried), *lifted]
+    given = [*(tensor.node for tensor in carried), *step.lifted]
     if torch.is_grad_enabled() and any(node.meta["example_value"].requires_grad for node in given):
         raise state.unsupported("while-loop", "torch.while_loop over tensors that require gradients")
     held = [state.graph.hold("condition", condition.module), state.graph.hold("step", step.module)]
@@ -98,8 +98,8 @@ def _call_operator(state: CaptureState, args: list[Value], kwargs: dict[str, Val
 
 def _capture_step(
     state: CaptureState, function: Value, carried: Sequence[TensorValue], first: Sequence[Node]
-) -> tuple[Body, list[Node]]:
-    """One step on tensors that stand for the carried ones; also what else it reads."""
+) -> Body:
+    """One step on tensors that stand for the carried ones."""
     with body_graph(state) as graph:
         with graph.fake_mode:
             fakes = [torch.empty_like(tensor.fake) for tensor in carried]
@@ -109,15 +109,12 @@ def _capture_step(
         for node in first:
             graph.own_node(node)
         result = function.call(state, list(inner), {})
-        tensors = [value for value in _flat(state, result) if isinstance(value, TensorValue)]
+        values = result.all(state) if isinstance(result, SequenceValue) else [result]
+        tensors = [value for value in values if isinstance(value, TensorValue)]
         if any(value.fake._version for value in inner):
             raise state.unsupported("while-loop", "torch.while_loop changes a tensor in place")
         module = graph.close([tensor.node for tensor in tensors])
-        return Body(module, tuple(graph.lifted), result, tuple(tensors)), list(graph.lifted)
-
-
-def _flat(state: CaptureState, result: Value) -> list[Value]:
-    return result.all(state) if isinstance(result, SequenceValue) else [result]
+        return Body(module, tuple(graph.lifted), result, tuple(tensors))
 
 
 def _check_alike(

@@ -15,8 +15,7 @@ from torch import fx
 from gradsplit.compile_core.capture.higher_order_calls.bodies import body_graph
 from gradsplit.compile_core.capture.torch_rules.function_modes import indexing_by_tensors
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
-from gradsplit.compile_core.capture.values.constants import ConstantValue, is_none
-from gradsplit.compile_core.capture.values.containers import SequenceValue
+from gradsplit.compile_core.capture.values.constants import is_none
 from gradsplit.compile_core.capture.values.tensors import TensorValue
 from gradsplit.compile_core.ir.flex_attention import (
     BLOCK_LISTS,
@@ -48,7 +47,8 @@ def attend(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> 
     for tensor in tensors:
         _settle_sizes(tensor.fake)  # type: ignore[attr-defined]
     query, key = operands[0].fake, operands[1].fake  # type: ignore[attr-defined]
-    _check_sizes(state, query, key)
+    if query.dim() != 4 or key.dim() != 4 or query.size(0) not in (key.size(0), query.size(0) * key.size(0)):
+        raise state.unsupported("flex-attention", "flex_attention of tensors that do not fit")
     shape = (*query.shape[:3], key.shape[2])
     others = [state.items_of(given[name]) if name in given else [] for name in _NAMES[-2:]]
     with_scores, score_reads = _capture(state, given["score_mod"], query, shape, others[0], takes_scores=True)
@@ -84,12 +84,11 @@ def _capture(
             node = graph.add_placeholder("scores", fake.requires_grad_(torch.is_grad_enabled()))
             scores = state.tensor_of_fake[id(fake)] = TensorValue(node, fake, torch.Tensor)
             arguments.append(scores)
-        options = {"device": ConstantValue(query.device), "dtype": ConstantValue(torch.int32)}
         for size in shape:
-            bounds: list[Value] = [ConstantValue(0), ConstantValue(int(size))]
-            arguments.append(state.call_tensor_op("call_function", torch.arange, bounds, {**options}))
+            positions = state.call_torch(torch.arange, 0, int(size), device=query.device, dtype=torch.int32)
+            arguments.append(positions)
         in_dims = (0,) if takes_scores else ()
-        suffix = SequenceValue([ConstantValue(None) for _ in others], tuple)
+        suffix = state.from_constant((None,) * len(others))
         over_scores = state.wrap(vmap_over_scores, None).call(
             state, [function, state.from_constant(in_dims), suffix], {}
         )
@@ -109,8 +108,3 @@ def _settle_sizes(fake: torch.Tensor) -> None:
     """Make open sizes and strides those of this call."""
     for number in (*fake.shape, *fake.stride()):
         int(number)
-
-
-def _check_sizes(state: CaptureState, query: torch.Tensor, key: torch.Tensor) -> None:
-    if query.dim() != 4 or key.dim() != 4 or query.size(0) not in (key.size(0), query.size(0) * key.size(0)):
-        raise state.unsupported("flex-attention", "flex_attention of tensors that do not fit")

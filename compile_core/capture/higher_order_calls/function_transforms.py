@@ -7,6 +7,8 @@ under ``grad`` and its kin tensors that require gradients.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any
@@ -18,29 +20,13 @@ from torch.utils import _pytree as pytree
 from gradsplit.compile_core.capture.higher_order_calls.bodies import body_argument, body_graph
 from gradsplit.compile_core.capture.object_model.functions import FunctionValue
 from gradsplit.compile_core.capture.values.base import CaptureState, PlainCall, Value
-from gradsplit.compile_core.capture.values.call_rules import CallRule, call_rule
+from gradsplit.compile_core.capture.values.call_rules import call_rule, decorator_rule, rule_of_each
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.containers import SequenceValue
 from gradsplit.compile_core.capture.values.mappings import DictValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue
 from gradsplit.compile_core.ir import transform_nodes as nodes
 from gradsplit.compile_core.torch_facts.bindings import broadcast_and_flatten
-
-
-class GraphObjectValue(Value):
-    """Something else than a tensor that an operation of the graph returned and other operations take."""
-
-    def __init__(self, node: fx.Node) -> None:
-        self.node = node
-
-    def python_type(self) -> type:
-        return type(self.node.meta["example_value"])
-
-    def describe(self) -> str:
-        return f"a {self.python_type().__name__} that the graph computes"
-
-    def graph_argument(self, state: CaptureState) -> Any:
-        return self.node
 
 
 class TransformedValue(Value):
@@ -124,15 +110,25 @@ def _call(
         len(arguments.tensors),
     )  # fmt: skip
     held = [state.graph.hold("body", module), state.graph.hold("transform", transform)]
+    given = [tensor.node for tensor in arguments.tensors]
+    return _in_structure(
+        state,
+        nodes.transformed,
+        [*held, *given, *graph.lifted],
+        lambda body, transform, *tensors: transform(body, tensors),
+    )
+
+
+def _in_structure(state: CaptureState, target: Any, given: list[Any], compute: Callable[..., Any]) -> Value:
+    """Record a call that gives a flat tuple; what it is in the structure of what ``compute`` gives for it."""
     structure: list[pytree.TreeSpec] = []
 
-    def example(body: Any, transform: nodes.Transform, *tensors: torch.Tensor) -> Any:
-        leaves, spec = pytree.tree_flatten(transform(body, tensors))
+    def example(*parts: Any) -> Any:
+        leaves, spec = pytree.tree_flatten(compute(*parts))
         structure.append(spec)
         return tuple(leaves)
 
-    given = [tensor.node for tensor in arguments.tensors]
-    leaves = state.call_tensor_nodes(nodes.transformed, [*held, *given, *graph.lifted], example)
+    leaves = state.call_tensor_nodes(target, given, example)
     return state.from_constant(pytree.tree_unflatten(state.items_of(leaves), structure[0]))
 
 
@@ -166,11 +162,15 @@ def _sample(batch: torch.Tensor, dim: int) -> torch.Tensor:
     return batch.select(dim, 0) if batch.size(dim) != 0 else batch.sum(dim, dtype=batch.dtype)
 
 
+def _options(state: CaptureState, given: dict[Any, Value]) -> dict[Any, Any]:
+    return {key: _option(state, value) for key, value in given.items()}
+
+
 def _option(state: CaptureState, value: Value) -> Any:
     if isinstance(value, SequenceValue):
         return value.cls(_option(state, item) for item in value.all(state))
     if isinstance(value, DictValue):
-        return {key: _option(state, item) for key, item in value.held(state).items()}
+        return _options(state, value.held(state))
     if isinstance(value, ConstantValue):
         return value.value
     raise state.unsupported("transform-option", f"{value.describe()} as an option of a function transform")
@@ -187,37 +187,29 @@ _TRANSFORMS: dict[Callable[..., Any], dict[str, Any]] = {
 }
 
 
-def _transform_rule(transform: Callable[..., Any], defaults: dict[str, Any]) -> CallRule:
-    def rule(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        function, *positional = [kwargs.pop("func")] if "func" in kwargs and not args else args
-        named = {**dict(zip(defaults, positional, strict=False)), **kwargs}
-        if not set(named) <= set(defaults):
-            raise TypeError(f"options of {transform.__name__}: {sorted(named)}")
-        given = {key: _option(state, value) for key, value in named.items()}
-        return TransformedValue(transform, function, {**defaults, **given})
-
-    return rule
-
-
-for _transform, _defaults in _TRANSFORMS.items():
-    call_rule(_transform)(_transform_rule(_transform, _defaults))
+@rule_of_each(*_TRANSFORMS)
+def _transform(
+    transform: Callable[..., Any], state: CaptureState, args: list[Value], kwargs: dict[str, Value]
+) -> Value:
+    defaults = _TRANSFORMS[transform]
+    function, *positional = [kwargs.pop("func")] if "func" in kwargs and not args else args
+    named = {**dict(zip(defaults, positional, strict=False)), **kwargs}
+    if not set(named) <= set(defaults):
+        raise TypeError(f"options of {transform.__name__}: {sorted(named)}")
+    return TransformedValue(transform, function, {**defaults, **_options(state, named)})
 
 
 @call_rule(torch.func.vjp)
 def _vjp(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     function, *primals = args
-    made = TransformedValue(
-        nodes.vjp, function, {key: _option(state, value) for key, value in kwargs.items()}
-    )
+    made = TransformedValue(nodes.vjp, function, _options(state, kwargs))
     return made.call(state, primals, {})
 
 
 @call_rule(torch.func.jvp)
 def _jvp(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     function, primals, tangents = args
-    made = TransformedValue(
-        nodes.jvp, function, {key: _option(state, value) for key, value in kwargs.items()}
-    )
+    made = TransformedValue(nodes.jvp, function, _options(state, kwargs))
     if not isinstance(primals, SequenceValue):
         raise TypeError("primals are not a tuple")
     arguments = _Template(state, ((primals, tangents), {}))
@@ -226,48 +218,45 @@ def _jvp(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Va
     return _call(state, made, arguments, body_values, fakes)
 
 
-class PullBackValue(GraphObjectValue):
+class PullBackValue(Value):
     """The function that ``torch.func.vjp`` returned, which lives in the graph."""
+
+    cls = types.FunctionType
+
+    def __init__(self, node: fx.Node) -> None:
+        self.node = node
+
+    def describe(self) -> str:
+        return f"a {self.cls.__name__} that the graph computes"
+
+    def graph_argument(self, state: CaptureState) -> Any:
+        return self.node
 
     def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         if kwargs:
             raise state.unsupported("transform-option", "keywords of a vjp function")
         cotangents = _Template(state, (args, {}))
-        structure: list[pytree.TreeSpec] = []
-
-        def example(function: Any, template: Any, *tensors: torch.Tensor) -> Any:
-            leaves, spec = pytree.tree_flatten(function(*nodes.fill(template, tensors)))
-            structure.append(spec)
-            return tuple(leaves)
-
         held = state.graph.hold("cotangents", cotangents.structure[0])
         given = [self.node, held, *(tensor.node for tensor in cotangents.tensors)]
-        leaves = state.call_tensor_nodes(nodes.pull_back, given, example)
-        return state.from_constant(pytree.tree_unflatten(state.items_of(leaves), structure[0]))
+
+        def compute(function: Any, template: Any, *tensors: torch.Tensor) -> Any:
+            return function(*nodes.fill(template, tensors))
+
+        return _in_structure(state, nodes.pull_back, given, compute)
 
 
-def _example_code(transform: Callable[..., Any]) -> types.CodeType:
-    return transform(torch.sin).__code__
-
-
-_CODES = {
-    _example_code(transform): transform for transform in _TRANSFORMS if transform is not torch.func.hessian
-}
-
-
-def transformed_function_rule(function: types.FunctionType) -> CallRule | None:
-    """The rule of a function that one of the transforms made before the capture; None for other functions."""
-    transform = _CODES.get(function.__code__)
-    if transform is None:
-        return None
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    parts = {name: cell.cell_contents for name, cell in cells}
+def _call_made_before(
+    transform: Any, made: Any, state: CaptureState, args: list[Value], kwargs: dict[str, Value]
+) -> Value:
+    """A call of a function that one of the transforms made before the capture."""
+    parts = inspect.getclosurevars(made).nonlocals
+    inner = state.wrap(parts["func"], None)
+    if isinstance(inner, FunctionValue) and inner.real is not None and not inner.is_library:
+        inner = state.wrap(inner.real, state.reference_source(inner.real.__qualname__, inner.real))
     options = {name: parts[name] for name in _TRANSFORMS[transform] if name in parts}
+    return TransformedValue(transform, inner, options).call(state, args, kwargs)
 
-    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        inner = state.wrap(parts["func"], None)
-        if isinstance(inner, FunctionValue) and inner.real is not None and not inner.is_library:
-            inner = state.wrap(inner.real, state.reference_source(inner.real.__qualname__, inner.real))
-        return TransformedValue(transform, inner, options).call(state, args, kwargs)
 
-    return call
+for _made_by in _TRANSFORMS:
+    if _made_by is not torch.func.hessian:
+        decorator_rule(_made_by(torch.sin))(functools.partial(_call_made_before, _made_by))

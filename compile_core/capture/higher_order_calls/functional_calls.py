@@ -51,12 +51,12 @@ def _entries(state: CaptureState, value: Value) -> dict[str, Value]:
 
 
 def _given(state: CaptureState, value: Value) -> dict[str, Value]:
-    if isinstance(value, SequenceValue) and value.cls in (tuple, list):
-        given: dict[str, Value] = {}
-        for part in value.all(state):
-            given |= _entries(state, part)
-        return given
-    return _entries(state, value)
+    given: dict[str, Value] = {}
+    for part in (
+        value.all(state) if isinstance(value, SequenceValue) and value.cls in (tuple, list) else [value]
+    ):
+        given |= _entries(state, part)
+    return given
 
 
 def _check_not_tied(state: CaptureState, module: ModuleValue, given: dict[str, Value]) -> None:

@@ -7,13 +7,15 @@ are registered once the graph has run: no gradient comes earlier. Handles that a
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from gradsplit.compile_core.capture.higher_order_calls.bodies import BodyGraph, body_argument, body_graph
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.constants import ConstantValue, is_none
-from gradsplit.compile_core.capture.values.tensors import TensorValue, method_rule
+from gradsplit.compile_core.capture.values.tensors import METHOD_RULES, TensorValue, method_rule
 from gradsplit.compile_core.ir import higher_order
 
 
@@ -27,8 +29,8 @@ class HookHandle(Value):
 @method_rule("register_hook")
 def _register_hook(state: CaptureState, tensor: TensorValue, hook: Value) -> Value | None:
     fake = tensor.fake
-    if _is_given_leaf(state, tensor):
-        return _register_later(state, tensor, "register_hook", hook)
+    if (later := _register_later("register_hook", state, tensor, hook)) is not None:
+        return later
     own = tensor.source is None and tensor.node.graph is state.graph.graph and not fake.is_leaf
     if not own or isinstance(state.graph, BodyGraph) or torch.is_autocast_enabled(fake.device.type):
         return None
@@ -50,12 +52,6 @@ def _register_hook(state: CaptureState, tensor: TensorValue, hook: Value) -> Val
     return HookHandle()
 
 
-@method_rule("register_post_accumulate_grad_hook")
-def _register_post_accumulate(state: CaptureState, tensor: TensorValue, hook: Value) -> Value | None:
-    leaf = _is_given_leaf(state, tensor)
-    return _register_later(state, tensor, "register_post_accumulate_grad_hook", hook) if leaf else None
-
-
 @method_rule("retain_grad")
 def _retain(state: CaptureState, tensor: TensorValue) -> Value | None:
     """Told to the result, which gets the gradients of what the graph computes of it where the graph is cut there."""
@@ -70,11 +66,14 @@ def _retain(state: CaptureState, tensor: TensorValue) -> Value | None:
     return ConstantValue(None)
 
 
-def _is_given_leaf(state: CaptureState, tensor: TensorValue) -> bool:
+def _register_later(method: str, state: CaptureState, tensor: TensorValue, hook: Value) -> Value | None:
+    """Of a leaf that was there before; None of other tensors."""
     given = tensor.source is not None and tensor.real is not None and tensor.fake.requires_grad
-    return given and tensor.get_attribute(state, "is_leaf").truth(state)
-
-
-def _register_later(state: CaptureState, tensor: TensorValue, method: str, hook: Value) -> Value:
+    if not given or not tensor.get_attribute(state, "is_leaf").truth(state):
+        return None
     state.effects.message_given(lambda leaf, function: getattr(leaf, method)(function), [tensor, hook])
     return HookHandle()
+
+
+_AFTER_IT_IS_ADDED = "register_post_accumulate_grad_hook"
+METHOD_RULES[_AFTER_IT_IS_ADDED] = functools.partial(_register_later, _AFTER_IT_IS_ADDED)

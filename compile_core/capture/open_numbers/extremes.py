@@ -35,9 +35,8 @@ def extreme(state: CaptureState, function: Any, items: list[Value]) -> Value | N
     is_pair = len(items) == 2 and numbers and tensors and not tensors[0].fake.dim()
     if not is_pair or abs(numbers[0]) > _GREATEST or not state.keeps_numbers():
         return None
-    bound: dict[str, Value] = {"min" if function is max else "max": ConstantValue(numbers[0])}
-    found = state.call_tensor_op("call_method", "clamp", [tensors[0]], bound)
-    return ExtremeValue(found) if isinstance(found, TensorValue) else None
+    bound = {"min" if function is max else "max": numbers[0]}
+    return ExtremeValue(state.call_torch("clamp", tensors[0], **bound))
 
 
 def beside(symbol: str, left: Value, right: Value) -> Value:

@@ -55,6 +55,9 @@ class SymbolicNumber(ConstantValue):
     def python_type(self) -> type:
         return self.cls
 
+    def truth(self, state: CaptureState) -> bool:
+        return compare_numbers(state, "!=", operator.ne, self, ConstantValue(self.cls(0)))
+
     def text(self, state: CaptureState, names: Names) -> str:
         """The number as Python over its sources; may use ``math``."""
         raise NotImplementedError
@@ -90,9 +93,6 @@ class SymbolicInt(SymbolicNumber):
                 f"a use of {self.describe()} that needs its value",
                 "keep it in a tensor",
             ) from None
-
-    def truth(self, state: CaptureState) -> bool:
-        return compare_open(state, "!=", operator.ne, self, ConstantValue(0)).truth(state)
 
     def graph_argument(self, state: CaptureState) -> Any:
         try:
@@ -137,9 +137,6 @@ class FloatInput(SymbolicNumber):
         self._state.guards.constant(self.source, self.number)
         return self.number
 
-    def truth(self, state: CaptureState) -> bool:
-        return compare_numbers(state, "!=", operator.ne, self, ConstantValue(0.0))
-
     def graph_argument(self, state: CaptureState) -> Any:
         try:
             return state.graph.float_input(self.source, self.number, lambda: self.value)
@@ -183,9 +180,6 @@ class SymbolicFloat(SymbolicNumber):
         """Whether there is but one operation, of integers, so that nothing can be simplified."""
         only_operation = not any(isinstance(operand, SymbolicFloat) for operand in self.operands)
         return only_operation and not self.is_known
-
-    def truth(self, state: CaptureState) -> bool:
-        return compare_numbers(state, "!=", operator.ne, self, ConstantValue(0.0))
 
     def graph_argument(self, state: CaptureState) -> Any:
         found = self._nodes.get(state.graph)
@@ -251,7 +245,7 @@ def binary_number(
     if not are_numbers(left, right) or not _stays_open(state, symbol, left, right):
         return fold(state, function, [left, right], {})
     assert isinstance(left, ConstantValue) and isinstance(right, ConstantValue)
-    if _is_int(left) and _is_int(right) and symbol != "/" and not _is_float_power(symbol, right):
+    if _is_int(left) and _is_int(right) and symbol != "/" and not (symbol == "**" and right.value < 0):
         # Torch makes one of nested quotients, which is right for positive divisors alone.
         turns = symbol == "//" and compare_numbers(state, "<", operator.lt, right, ConstantValue(0))
         numbers = (-_number(side) if turns else _number(side) for side in (left, right))
@@ -279,10 +273,6 @@ def _float_of(
     """A further operation on floats; the value of this call where there are too many."""
     made = SymbolicFloat(function, form, operands, number)
     return made if made.weight <= _MOST_OPERATIONS else ConstantValue(made.value)
-
-
-def _is_float_power(symbol: str, exponent: ConstantValue) -> bool:
-    return symbol == "**" and exponent.value < 0
 
 
 def _stays_open(state: CaptureState, symbol: str, left: Value, right: Value) -> bool:
@@ -333,11 +323,18 @@ def compare_numbers(
     state: CaptureState, symbol: str, function: Callable[..., Any], left: Value, right: Value
 ) -> bool:
     """The answer of a comparison, with the condition that it stays."""
+    return compare_open(state, symbol, function, left, right).truth(state)
+
+
+def compare_open(
+    state: CaptureState, symbol: str, function: Callable[..., Any], left: Value, right: Value
+) -> Value:
+    """A comparison as a value, which stays open where it depends on data."""
     assert isinstance(left, ConstantValue) and isinstance(right, ConstantValue)
     if not are_numbers(left, right):
-        return bool(function(left.value, right.value))
+        return ConstantValue(bool(function(left.value, right.value)))
     if _is_int(left) and _is_int(right):
-        return condition_value(function(_number(left), _number(right))).truth(state)
+        return condition_value(function(_number(left), _number(right)))
     holds = bool(function(_example(state, left), _example(state, right)))
     sources = [
         source for side in (left, right) if isinstance(side, SymbolicNumber) for source in side.sources(state)
@@ -348,19 +345,8 @@ def compare_numbers(
         text = f"{_text(state, left, names)} {symbol} {_text(state, right, names)}"
         return text if holds else f"not {text}"
 
-    condition = shown(lambda source: f"{{{sources.index(source)}}}").replace("math.", "{c0}.")
-    state.guards.add(sources, condition, [math] if "{c0}" in condition else [], shown(str))
-    return holds
-
-
-def compare_open(
-    state: CaptureState, symbol: str, function: Callable[..., Any], left: Value, right: Value
-) -> Value:
-    """A comparison as a value, which stays open where it depends on data."""
-    if are_numbers(left, right) and _is_int(left) and _is_int(right):
-        assert isinstance(left, ConstantValue) and isinstance(right, ConstantValue)
-        return condition_value(function(_number(left), _number(right)))
-    return ConstantValue(compare_numbers(state, symbol, function, left, right))
+    state.guards.written(sources, shown)
+    return ConstantValue(holds)
 
 
 def is_of_data(value: Value) -> bool:
@@ -399,7 +385,8 @@ def call_with_numbers(
     if function in _TO_INTEGER:
         return _to_integer(state, function, operand)
     if function is float:
-        return _to_float(operand)
+        is_int = isinstance(operand, SymbolicInt)
+        return SymbolicFloat(torch.sym_float, "float({0})", [operand]) if is_int else operand
     if function is math.isfinite:
         return ConstantValue(_is_finite(state, operand))
     if function is math.isnan:
@@ -438,9 +425,3 @@ def _to_integer(state: CaptureState, function: Callable[..., Any], operand: Symb
     if isinstance(operand, SymbolicFloat) and operand.is_simple and function is not operator.index:
         return state.from_constant((math.trunc if function is int else function)(operand.number))
     return None
-
-
-def _to_float(operand: SymbolicNumber) -> Value:
-    if isinstance(operand, SymbolicInt):
-        return SymbolicFloat(torch.sym_float, "float({0})", [operand])
-    return operand

@@ -9,7 +9,6 @@ shaping, are two symbols one because their values happen to be equal: where a pr
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -276,10 +275,7 @@ class SymbolicSizes:
             raise Unsupported("data-dependent-guard", f"a size of an input that data decides: {condition}")
         sources = self.sources(condition)
         try:
-            places = {source: f"{{{index}}}" for index, source in enumerate(sources)}
-            needed = self.text(condition, places.__getitem__).replace("math.", "{c0}.")
-            constants = [math] if "{c0}" in needed else []
-            guards.add(sources, needed, constants, self.text(condition, str))
+            guards.written(sources, functools.partial(self.text, condition))
         except NotImplementedError:
             for symbol, at in self.symbols.items():
                 if at.source in sources:
@@ -296,7 +292,7 @@ class SymbolicSizes:
         def shown(names: Callable[[Source], str]) -> str:
             return f"{names(place)} == ({', '.join(self.text(stride, names) for stride in expected)},)"
 
-        guards.add(sources, shown(lambda source: f"{{{sources.index(source)}}}"), [], shown(str))
+        guards.written(sources, shown)
 
     def sources(self, expression: sympy.Basic) -> list[Source]:
         """Where the symbols of an expression lie."""

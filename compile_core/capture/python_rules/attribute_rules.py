@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import Any
 
@@ -12,7 +13,6 @@ from gradsplit.compile_core.capture.object_model.objects import InstanceValue
 from gradsplit.compile_core.capture.values.base import CaptureState, SymbolicRaise, Value
 from gradsplit.compile_core.capture.values.call_rules import (
     CALL_RULES,
-    CallRule,
     answer_to,
     answers,
     call_rule,
@@ -88,25 +88,16 @@ def _object_getattribute(state: CaptureState, owner: Value, name: Value) -> Any:
     return found
 
 
-def _new_rule(base: type) -> CallRule:
-    def new(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        cls, *rest = args
-        if not isinstance(cls, ClassValue):
-            raise TypeError(f"{base.__name__}.__new__ of {cls.describe()}")
-        if content_base(cls.real) is None and base is not object:
-            return cls.call(state, rest, kwargs)
-        return new_instance(state, cls.real, rest, kwargs)
-
-    return new
-
-
-@call_rule(tuple.__new__)
-def _new_tuple(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+def _new(base: type, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     cls, *rest = args
-    if isinstance(cls, ClassValue) and sequence_fields(cls.real):
+    if not isinstance(cls, ClassValue):
+        raise TypeError(f"{base.__name__}.__new__ of {cls.describe()}")
+    if base is tuple and sequence_fields(cls.real):
         return SequenceValue([*(state.items_of(rest[0]) if rest else [])], cls.real)
-    return _new_rule(tuple)(state, args, kwargs)
+    if content_base(cls.real) is None and base is not object:
+        return cls.call(state, rest, kwargs)
+    return new_instance(state, cls.real, rest, kwargs)
 
 
-for _base in (object, *(base for base in CONTENT_BASES if base is not tuple)):
-    CALL_RULES[_base.__new__] = _new_rule(_base)
+for _base in (object, *CONTENT_BASES):
+    CALL_RULES[_base.__new__] = functools.partial(_new, _base)

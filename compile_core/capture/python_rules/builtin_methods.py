@@ -14,7 +14,7 @@ from gradsplit.compile_core.capture.object_model.objects import InstanceValue
 from gradsplit.compile_core.capture.operations import comparisons, operators
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.call_rules import CallRule, call_rule
-from gradsplit.compile_core.capture.values.constants import ConstantValue, as_value
+from gradsplit.compile_core.capture.values.constants import ConstantValue, as_value, is_none
 from gradsplit.compile_core.capture.values.containers import ListValue
 from gradsplit.compile_core.capture.values.mappings import DictValue
 from gradsplit.compile_core.capture.values.sets import SetValue
@@ -23,11 +23,11 @@ from gradsplit.compile_core.capture.values.sets import SetValue
 Method = Callable[..., Any]
 
 
-def _fill(state: CaptureState, content: Value, *args: Value, **kwargs: Value) -> None:
+def fill(state: CaptureState, content: Value, *args: Value, **kwargs: Value) -> None:
     """``__init__`` of a container."""
     if isinstance(content, DictValue):
         if content.cls is collections.defaultdict and args:
-            content.default_factory, args = args[0], args[1:]
+            content.default_factory, args = None if is_none(args[0]) else args[0], args[1:]
         content.do_update(state, *args, **kwargs)
         return
     if kwargs:
@@ -54,7 +54,7 @@ def _comparison(symbol: str) -> Method:
 
 
 _PROTOCOL: dict[str, Method] = {
-    "__init__": _fill,
+    "__init__": fill,
     "__getitem__": lambda state, content, key: content.get_item(state, key),
     "__setitem__": lambda state, content, key, value: content.set_item(state, key, value),
     "__delitem__": lambda state, content, key: content.delete_item(state, key),

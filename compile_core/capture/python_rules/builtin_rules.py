@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import functools
 import typing
 from typing import Any
 
@@ -17,16 +16,16 @@ from gradsplit.compile_core.capture.object_model.made_classes import make_by_typ
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue
 from gradsplit.compile_core.capture.object_model.partials import PartialValue
 from gradsplit.compile_core.capture.open_numbers.conditions import ConditionValue
-from gradsplit.compile_core.capture.operations import operators, texts
+from gradsplit.compile_core.capture.operations import texts
+from gradsplit.compile_core.capture.python_rules.builtin_methods import fill
 from gradsplit.compile_core.capture.values.base import NULL, CaptureState, Value
 from gradsplit.compile_core.capture.values.call_rules import (
-    CALL_RULES,
-    CallRule,
     answer_to,
     answers,
     call_rule,
+    rule_of_each,
 )
-from gradsplit.compile_core.capture.values.constants import ConstantValue, fold, is_none
+from gradsplit.compile_core.capture.values.constants import ConstantValue, fold
 from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue, SliceValue
 from gradsplit.compile_core.capture.values.mappings import DictValue, new_dict
 from gradsplit.compile_core.capture.values.sets import SetValue, as_set, new_set
@@ -75,8 +74,7 @@ def _super(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> 
         if cell is None or cell.content is None:
             raise state.unsupported("super", "super() outside of a method")
         cls = state.realize(cell.content)
-        first = frame.code.code.co_varnames[0]
-        content = frame.cells[first].content if first in frame.cells else frame.locals[first]
+        content = frame.variable(frame.code.code.co_varnames[0])
         owner = None if content is None else state.realize(content)
     if not isinstance(cls, ClassValue) or owner is None:
         raise state.unsupported("super", "super() of something else than a class")
@@ -85,13 +83,11 @@ def _super(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> 
 
 @answer_to(callable)
 def _callable(state: CaptureState, value: Value) -> Any:
-    always = (FunctionValue, BoundMethodValue, PartialValue, ClassValue, CallableReferenceValue)
-    if isinstance(value, always):
-        return ConstantValue(True)
     if isinstance(value, InstanceValue):
-        return ConstantValue(find_class_entry(state, value.cls, "__call__")[0] is not None)
-    if isinstance(value, (ConstantValue, TensorValue, SequenceValue, DictValue, SetValue)):
-        return ConstantValue(False)
+        return find_class_entry(state, value.cls, "__call__")[0] is not None
+    known = (FunctionValue, BoundMethodValue, PartialValue, ClassValue, CallableReferenceValue)
+    if isinstance(value, (*known, ConstantValue, TensorValue, SequenceValue, DictValue, SetValue)):
+        return isinstance(value, known)
     raise state.unsupported("call-of-builtin", f"callable() of {value.describe()}")
 
 
@@ -135,52 +131,17 @@ answers(
 )
 
 
-def _dict_rule(cls: type) -> CallRule:
-    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        made = new_dict([], state, cls)
-        made.do_update(state, *args, **kwargs)
-        return made
-
-    return call
-
-
-CALL_RULES[dict] = _dict_rule(dict)
-CALL_RULES[collections.OrderedDict] = _dict_rule(collections.OrderedDict)
-
-
-@call_rule(collections.defaultdict)
-def _defaultdict(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    made = new_dict([], state, collections.defaultdict)
-    if args and not is_none(args[0]):
-        made.default_factory = args[0]
-    made.do_update(state, *args[1:], **kwargs)
+@rule_of_each(dict, collections.OrderedDict, collections.defaultdict)
+def _new_dict(cls: type, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    made = new_dict([], state, cls)
+    fill(state, made, *args, **kwargs)
     return made
-
-
-@answer_to(collections._count_elements)  # type: ignore[attr-defined]
-def _count_elements(state: CaptureState, mapping: Value, iterable: Value) -> Any:
-    """What ``Counter.update`` leaves to C: one more for each item."""
-    for item in state.items_of(iterable):
-        before = mapping.call_method(state, "get", [item, ConstantValue(0)], {})
-        mapping.set_item(state, item, operators.binary(state, "+", before, ConstantValue(1)))
-    return ConstantValue(None)
 
 
 @answer_to(slice)
 def _slice(state: CaptureState, *parts: Value) -> Value:
     none = ConstantValue(None)
     return SliceValue([none, *parts, none] if len(parts) == 1 else [*parts, none][:3])
-
-
-@answer_to(functools.reduce)
-def _reduce(state: CaptureState, function: Value, iterable: Value, *start: Value) -> Any:
-    items = [*start, *state.items_of(iterable)]
-    if not items:
-        raise state.raise_exception(TypeError, "reduce() of empty iterable with no initial value")
-    result = items[0]
-    for item in items[1:]:
-        result = function.call(state, [result, item], {})
-    return result
 
 
 @answer_to(locals)
@@ -194,7 +155,6 @@ def _locals(state: CaptureState) -> Value:
     code = frame.code.code
     held: dict[str, Any] = {name: frame.locals.get(name, NULL) for name in code.co_varnames}
     held |= {name: cell.content or NULL for name, cell in frame.cells.items()}
-    return new_dict(
-        [(ConstantValue(name), state.realize(value)) for name, value in held.items() if value is not NULL],
-        state,
+    return state.from_constant(
+        {name: state.realize(value) for name, value in held.items() if value is not NULL}
     )

@@ -14,8 +14,6 @@ from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import Symboli
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.call_rules import answer_to
 from gradsplit.compile_core.capture.values.constants import BuiltinMethod, ConstantValue
-from gradsplit.compile_core.capture.values.containers import SequenceValue
-from gradsplit.compile_core.capture.values.mappings import DictValue
 from gradsplit.compile_core.capture.values.references import ReferenceValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue
 from gradsplit.compile_core.ir.generator_draws import with_generator
@@ -42,9 +40,8 @@ class TensorGenerator(Value):
         self.device = real.device
         self._seed: int | None = real.initial_seed()
         if source is None:
-            size = SequenceValue([ConstantValue(real.get_state().numel())], tuple)
-            settings: dict[str, Value] = {"dtype": ConstantValue(torch.uint8), "device": ConstantValue("cpu")}
-            self._held = state.call_tensor_op("call_function", torch.empty, [size], settings)
+            size = (real.get_state().numel(),)
+            self._held = state.call_torch(torch.empty, size, dtype=torch.uint8, device="cpu")
             self._run(state, "Generator.manual_seed", [ConstantValue(self._seed)], {})
             return
         state.guards.type_is(source, torch.Generator)
@@ -72,7 +69,7 @@ class TensorGenerator(Value):
                 state.guards.constant(ConvertedSource(self.source, _SEED), self._seed)
             return ConstantValue(self._seed)
         if name == "get_state" and not args:
-            return state.call_tensor_op("call_method", "clone", [self._held], {})
+            return state.call_torch("clone", self._held)
         if len(args) != 1 or not self._takes(name, args[0]):
             shown = ", ".join(argument.describe() for argument in args)
             raise state.unsupported("generator-method", f"{name!r} of a torch.Generator with ({shown})")
@@ -92,10 +89,7 @@ class TensorGenerator(Value):
     def _run(
         self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
     ) -> list[Value]:
-        given: list[Value] = [ConstantValue(name), ConstantValue(str(self.device)), self._held]
-        named = {key: (ConstantValue(key), value) for key, value in kwargs.items()}
-        given += [SequenceValue([*args], tuple), DictValue({**named})]
-        found = state.call_tensor_op("call_function", with_generator, given, {})
+        found = state.call_torch(with_generator, name, str(self.device), self._held, tuple(args), kwargs)
         self._held, *drawn = state.items_of(found)
         state.effects.moved_on(self)
         return drawn
@@ -109,14 +103,14 @@ class TensorGenerator(Value):
         if "out" in kwargs or (op == "call_function" and getattr(torch, name, None) != target):
             raise state.unsupported("generator-argument", f"{target} with a generator")
         if target in _FILLED_BY and "requires_grad" not in kwargs:
-            args, kwargs = [state.call_tensor_op(op, torch.empty, args, kwargs)], {}
+            args, kwargs = [state.call_torch(torch.empty, *args, **kwargs)], {}
             name = f"Tensor.{_FILLED_BY[target]}"
         else:
             name = f"Tensor.{name}" if in_place else f"torch.{name}"
         (drawn,) = self._run(state, name, args, kwargs)
         if isinstance(drawn, TensorValue) and drawn.fake.requires_grad:
             raise state.unsupported("generator-gradient", f"{name} with a generator, which autograd sees")
-        return state.call_tensor_op("call_method", "copy_", [args[0], drawn], {}) if in_place else drawn
+        return state.call_torch("copy_", args[0], drawn) if in_place else drawn
 
     def move(self, writer: Any) -> str:
         return f"{writer.emit(self)}.set_state({writer.emit(self._held)})"

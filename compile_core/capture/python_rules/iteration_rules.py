@@ -19,9 +19,9 @@ from gradsplit.compile_core.capture.operations.special_methods import special_ca
 from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, Value
 from gradsplit.compile_core.capture.values.call_rules import (
     CALL_RULES,
-    CallRule,
     answer_to,
     answers,
+    rule_of_each,
 )
 from gradsplit.compile_core.capture.values.constants import (
     ConstantValue,
@@ -114,45 +114,43 @@ def _product_of_all(state: CaptureState, iterable: Value, *, start: Value | None
     return first
 
 
-def _extremum_rule(function: Any, symbol: str, of_numbers: Any) -> CallRule:
-    """``of_numbers`` is the operation on two numbers, which graphs have for what depends on data."""
-
-    def of_pair(state: CaptureState, pair: list[Value]) -> Value:
-        if any(map(is_of_data, pair)) and all(item.python_type() is int for item in pair):
-            numbers = [item.number if isinstance(item, SymbolicInt) else item.as_constant() for item in pair]
-            return state.from_constant(of_numbers(*numbers))
-        result = compute_scalar(state, of_numbers, pair)
-        return call(state, pair, {}) if result is None else result
-
-    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        if set(kwargs) - {"key", "default"}:
-            raise TypeError("unknown keyword argument")
-        items = state.items_of(args[0]) if len(args) == 1 else args
-        if not items:
-            if "default" in kwargs:
-                return kwargs["default"]
-            return fold(state, lambda: function(()), [], {})  # raises, in this version's words
-        key = kwargs.get("key", ConstantValue(None))
-        if is_none(key) and any(isinstance(item, ScalarValue) or is_of_data(item) for item in items):
-            return functools.reduce(lambda one, other: of_pair(state, [one, other]), items)
-        keys = items if is_none(key) else [key.call(state, [item], {}) for item in items]
-        best = 0
-        for index in range(1, len(items)):
-            try:
-                if comparisons.compare(state, symbol, keys[index], keys[best]).truth(state):
-                    best = index
-            except Unsupported:
-                found = extreme(state, function, items) if keys is items else None
-                if found is None:
-                    raise
-                return found
-        return items[best]
-
-    return call
+# By what they compare, and the operation on two numbers that graphs have for what depends on data.
+_EXTREMES: dict[Any, tuple[str, Any]] = {min: ("<", torch.sym_min), max: (">", torch.sym_max)}
 
 
-CALL_RULES[min] = _extremum_rule(min, "<", torch.sym_min)
-CALL_RULES[max] = _extremum_rule(max, ">", torch.sym_max)
+def _extremum_of_pair(state: CaptureState, function: Any, pair: list[Value]) -> Value:
+    _, of_numbers = _EXTREMES[function]
+    if any(map(is_of_data, pair)) and all(item.python_type() is int for item in pair):
+        numbers = [item.number if isinstance(item, SymbolicInt) else item.as_constant() for item in pair]
+        return state.from_constant(of_numbers(*numbers))
+    result = compute_scalar(state, of_numbers, pair)
+    return CALL_RULES[function](state, pair, {}) if result is None else result
+
+
+@rule_of_each(*_EXTREMES)
+def _extremum(function: Any, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    if set(kwargs) - {"key", "default"}:
+        raise TypeError("unknown keyword argument")
+    items = state.items_of(args[0]) if len(args) == 1 else args
+    if not items:
+        if "default" in kwargs:
+            return kwargs["default"]
+        return fold(state, lambda: function(()), [], {})  # raises, in this version's words
+    key = kwargs.get("key", ConstantValue(None))
+    if is_none(key) and any(isinstance(item, ScalarValue) or is_of_data(item) for item in items):
+        return functools.reduce(lambda one, other: _extremum_of_pair(state, function, [one, other]), items)
+    keys = items if is_none(key) else [key.call(state, [item], {}) for item in items]
+    best = 0
+    for index in range(1, len(items)):
+        try:
+            if comparisons.compare(state, _EXTREMES[function][0], keys[index], keys[best]).truth(state):
+                best = index
+        except Unsupported:
+            found = extreme(state, function, items) if keys is items else None
+            if found is None:
+                raise
+            return found
+    return items[best]
 
 
 def _has_item(state: CaptureState, iterable: Value, truth: bool) -> bool:

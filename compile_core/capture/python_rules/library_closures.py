@@ -30,30 +30,14 @@ def recursive_repr(
         running.pop()
 
 
-def single_dispatch(
-    state: CaptureState, function: FunctionValue, args: list[Value], kwargs: dict[str, Value]
-) -> Value:
-    """The wrapper of ``functools.singledispatch``: the implementation for the class of the first argument."""
-    real = function.real
-    if real is None or not args:
-        raise state.unsupported("single-dispatch", f"a call of {function.describe()}")
-    cls = state.wrap(args[0].python_type(), None)
-    found = _implementation(state, real.dispatch, cls)  # type: ignore[attr-defined]
-    return found.call(state, args, kwargs)
-
-
 def dispatch(
     state: CaptureState, function: FunctionValue, args: list[Value], kwargs: dict[str, Value]
 ) -> Value:
-    """The function ``dispatch`` of a single-dispatch function."""
+    """The function ``dispatch`` of a single-dispatch function: what is registered for a class, which is guarded."""
     (cls,) = args
-    if function.real is None:
+    dispatcher = function.real
+    if dispatcher is None:
         raise state.unsupported("single-dispatch", f"a call of {function.describe()}")
-    return _implementation(state, function.real, cls)
-
-
-def _implementation(state: CaptureState, dispatcher: Any, cls: Value) -> Value:
-    """What is registered for a class, which is guarded."""
     real = cls.as_constant()
     found = dispatcher(real)
     place = state.reference_source("dispatch", dispatcher)
@@ -69,13 +53,11 @@ def _content(cell: Any) -> Any:
 
 # Dataclasses have a wrapper of their own in some versions.
 _of_dataclasses: Any = getattr(dataclasses, "_recursive_repr", reprlib.recursive_repr())
-_dispatcher: Any = functools.singledispatch(lambda value: None)
 
 CLOSURE_RULES: dict[Any, Any] = {
     reprlib.recursive_repr()(lambda self: "").__code__: recursive_repr,
     _of_dataclasses(lambda self: "").__code__: recursive_repr,
-    _dispatcher.dispatch.__code__: dispatch,
-    _dispatcher.__code__: single_dispatch,
+    functools.singledispatch(lambda value: None).dispatch.__code__: dispatch,
 }
 
 

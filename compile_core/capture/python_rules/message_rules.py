@@ -14,12 +14,14 @@ from typing import Any
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue
 from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import SymbolicNumber
 from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, Value
-from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, answer_to
+from gradsplit.compile_core.capture.values.call_rules import answer_to, call_rule
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 
 
-def _is_enabled(state: CaptureState, logger: Value, level: int) -> bool:
+@answer_to(logging.Logger.isEnabledFor)
+def _is_enabled(state: CaptureState, logger: Value, asked: Value) -> bool:
     """Whether a logger handles a level, which is guarded."""
+    level = asked.as_constant()
     if not isinstance(logger, InstanceValue) or logger.real is None:
         raise state.unsupported("logging", f"a call of {logger.describe()}")
     enabled = logger.real.isEnabledFor(level)
@@ -28,11 +30,6 @@ def _is_enabled(state: CaptureState, logger: Value, level: int) -> bool:
     text = f"{place} is {negation}enabled for {logging.getLevelName(level)}"
     state.guards.add([place], f"{negation}{{0}}.isEnabledFor({level})", [], text)
     return enabled
-
-
-answer_to(logging.Logger.isEnabledFor)(
-    lambda state, logger, level: _is_enabled(state, logger, level.as_constant())
-)
 
 
 def _constants(state: CaptureState, values: list[Value]) -> list[Any]:
@@ -66,6 +63,7 @@ def _log(state: CaptureState, logger: Value, level: Value, msg: Value, args: Val
     return None
 
 
+@call_rule(*(logging.debug, logging.info, logging.warning, logging.error, logging.critical, logging.log))
 def _leave_to_python(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     raise state.unsupported(
         "logging", "a function of logging that may write", "log outside of the compiled function"
@@ -120,7 +118,3 @@ def _warn(state: CaptureState, message: Value, category: Value | None = None, **
 def _get_logger(state: CaptureState, name: Value | None = None) -> Value:
     real = logging.getLogger(None if name is None else name.as_constant())
     return state.wrap(real, state.reference_source(real.name, real))
-
-
-for _function in (logging.debug, logging.info, logging.warning, logging.error, logging.critical, logging.log):
-    CALL_RULES[_function] = _leave_to_python

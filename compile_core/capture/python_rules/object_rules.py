@@ -18,7 +18,7 @@ from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import call_wi
 from gradsplit.compile_core.capture.operations import operators
 from gradsplit.compile_core.capture.operations.special_methods import special_call
 from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, Value
-from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, answer_to
+from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, answer_to, rule_of_each
 from gradsplit.compile_core.capture.values.constants import ConstantValue, fold
 from gradsplit.compile_core.capture.values.containers import ListValue
 from gradsplit.compile_core.capture.values.hash_keys import ComputedKey, IdentityValue
@@ -120,17 +120,12 @@ def _of_tensors(state: CaptureState, function: Any, args: list[Value]) -> Value 
     return operate(state, operator.abs, *args) if function is abs else None
 
 
-def _pure_rule(function: Any) -> CallRule:
-    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        given = [*args]
-        found = _of_objects(state, function, given)
-        if found is None and given:
-            found = _of_tensors(state, function, given)
-        if found is not None:
-            return found
-        return call_with_numbers(state, function, given, kwargs) or fold(state, function, given, kwargs)
-
-    return call
-
-
-CALL_RULES.update({_function: _pure_rule(_function) for _function in _PURE})
+@rule_of_each(*_PURE)
+def _pure(function: Any, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    given = [*args]
+    found = _of_objects(state, function, given)
+    if found is None and given:
+        found = _of_tensors(state, function, given)
+    if found is not None:
+        return found
+    return call_with_numbers(state, function, given, kwargs) or fold(state, function, given, kwargs)

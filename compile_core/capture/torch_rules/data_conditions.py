@@ -14,7 +14,7 @@ from torch.fx.experimental import symbolic_shapes
 from gradsplit.compile_core.capture.open_numbers.conditions import ConditionValue
 from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import SymbolicInt
 from gradsplit.compile_core.capture.values.base import CaptureState, PlainCall, Value
-from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule
+from gradsplit.compile_core.capture.values.call_rules import rule_of_each
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.torch_facts.symbolic_numbers import SAYING
 
@@ -28,34 +28,21 @@ def _number(value: Value) -> Any:
     return value.as_constant()
 
 
-def _saying(function: Any) -> CallRule:
-    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        given = [_number(value) for value in args[:1]]
-        named = {key: _number(value) for key, value in kwargs.items() if key != "message"}
-        try:
-            function(*given, **named)
-        except Exception as error:
-            # With the program's message, which may be a function of its own.
-            raise PlainCall(f"{function.__name__} raises {type(error).__name__}") from error
-        state.graph.write_checks()
-        return ConstantValue(None)
-
-    return call
+@rule_of_each(*SAYING)
+def _say(function: Any, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    given = [_number(value) for value in args[:1]]
+    named = {key: _number(value) for key, value in kwargs.items() if key != "message"}
+    try:
+        function(*given, **named)
+    except Exception as error:
+        # With the program's message, which may be a function of its own.
+        raise PlainCall(f"{function.__name__} raises {type(error).__name__}") from error
+    state.graph.write_checks()
+    return ConstantValue(None)
 
 
-def _asking(function: Any) -> CallRule:
-    return lambda state, args, kwargs: ConstantValue(bool(function(*map(_number, args))))
-
-
-def _computing(function: Any) -> CallRule:
-    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        return state.from_constant(function(*(_number(value) for value in args)))
-
-    return call
-
-
-CALL_RULES.update({function: _saying(function) for function in SAYING})
-for _name in _ASKED:
-    CALL_RULES[getattr(symbolic_shapes, _name)] = _asking(getattr(symbolic_shapes, _name))
-for _name in _COMPUTED:
-    CALL_RULES[getattr(torch, _name)] = _computing(getattr(torch, _name))
+@rule_of_each(
+    *(getattr(symbolic_shapes, name) for name in _ASKED), *(getattr(torch, name) for name in _COMPUTED)
+)
+def _compute(function: Any, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    return state.from_constant(function(*map(_number, args)))

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.call_rules import answer_to, call_rule
 from gradsplit.compile_core.capture.values.constants import ConstantValue
-from gradsplit.compile_core.capture.values.containers import SequenceValue
+from gradsplit.compile_core.capture.values.structures import leaves
 from gradsplit.compile_core.capture.values.tensors import TensorValue
 from gradsplit.compile_core.torch_facts.thread_state import pop_function_mode, push_function_mode
 
@@ -58,24 +58,14 @@ def indexing_by_tensors(state: CaptureState) -> Iterator[None]:
 
 def _index_by_tensors(state: CaptureState, tensor: TensorValue, key: Value) -> Value | None:
     """The item by indices that are all tensors and integers; None for other keys."""
-    indices = _leaves(state, key)
+    indices = list(leaves(state, [key]))
     if not all(isinstance(index, TensorValue) or issubclass(index.python_type(), int) for index in indices):
         return None
-    options: dict[str, Value] = {
-        "dtype": ConstantValue(torch.int64),
-        "device": ConstantValue(tensor.fake.device),
-    }
-    given: list[Value] = [
+    device = tensor.fake.device
+    given = (
         index
         if isinstance(index, TensorValue)
-        else state.call_tensor_op("call_function", torch.tensor, [index], options)
+        else state.call_torch(torch.tensor, index, dtype=torch.int64, device=device)
         for index in indices
-    ]
-    args: list[Value] = [tensor, SequenceValue([*given], tuple)]
-    return state.call_tensor_op("call_function", torch.ops.aten.index.Tensor, args, {})
-
-
-def _leaves(state: CaptureState, key: Value) -> list[Value]:
-    if isinstance(key, SequenceValue) and key.cls in (tuple, list):
-        return [leaf for item in key.all(state) for leaf in _leaves(state, item)]
-    return [key]
+    )
+    return state.call_torch(torch.ops.aten.index.Tensor, tensor, tuple(given))

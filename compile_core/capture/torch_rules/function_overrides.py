@@ -7,7 +7,7 @@ the program then answer as the Python that they are.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,12 +18,10 @@ from gradsplit.compile_core.capture.object_model.overriding_tensors import Overr
 from gradsplit.compile_core.capture.torch_rules.modes import ModeValue
 from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, Value
 from gradsplit.compile_core.capture.values.call_rules import answer_to
-from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue, SliceValue
-from gradsplit.compile_core.capture.values.mappings import new_dict
 from gradsplit.compile_core.capture.values.references import ReferenceValue
 from gradsplit.compile_core.capture.values.sets import SetValue
-from gradsplit.compile_core.capture.values.structures import map_parts
+from gradsplit.compile_core.capture.values.structures import leaves, map_parts
 from gradsplit.compile_core.capture.values.tensors import TensorValue, method_rule
 from gradsplit.compile_core.torch_facts.function_overrides import (
     DISABLED,
@@ -83,14 +81,6 @@ def overrides(value: Value) -> bool:
     return getattr(cls, "__torch_function__", DISABLED) != DISABLED
 
 
-def _leaves(state: CaptureState, values: list[Value]) -> Iterator[Value]:
-    for value in values:
-        if isinstance(value, SequenceValue) and value.cls in (tuple, list):
-            yield from _leaves(state, value.all(state))
-        else:
-            yield value
-
-
 def through_overrides(
     state: CaptureState,
     function: Any,
@@ -100,7 +90,7 @@ def through_overrides(
 ) -> Value:
     """A call of a function of torch: what those answer that it asks, or else ``plain`` of the tensors that lie in the
     graph."""
-    involved = list(filter(overrides, _leaves(state, [*args, *kwargs.values()])))
+    involved = list(filter(overrides, leaves(state, [*args, *kwargs.values()])))
     if state.modes_see or (involved and not state.functions_disabled):
         found = _asked(state, function, args, kwargs, involved)
         if found is not None:
@@ -131,8 +121,9 @@ def _asked(
     if isinstance(function, types.FunctionType) and public is not function:
         # It is Python, and asks for parts of what it does.
         return state.wrap(function, None).call(state, args, kwargs)
-    pairs: Any = [(ConstantValue(key), stand_ins.value(item)) for key, item in (keywords or {}).items()]
-    passed = [stand_ins.value(arguments), *([] if keywords is None else [new_dict(pairs, state)])]
+    passed = [stand_ins.value(arguments)]
+    if keywords is not None:
+        passed.append(state.from_constant({key: stand_ins.value(item) for key, item in keywords.items()}))
     return answer(state, state.wrap(public, None), involved, passed)
 
 
@@ -174,8 +165,7 @@ answer_to(torch.overrides.has_torch_function_unary, torch.overrides.has_torch_fu
 
 @answer_to(torch.overrides.handle_torch_function)
 def _handle(state: CaptureState, public: Value, relevant: Value, *args: Value, **kwargs: Value) -> Any:
-    pairs: list[tuple[Value, Value]] = [(ConstantValue(key), value) for key, value in kwargs.items()]
-    passed = [SequenceValue([*args], tuple), new_dict(pairs, state)]
+    passed = [state.from_constant(args), state.from_constant(kwargs)]
     return answer(state, public, list(filter(overrides, state.items_of(relevant))), passed)
 
 
@@ -208,7 +198,7 @@ answer_to(DisableTorchFunctionSubclass)(lambda state: _Disabled())
 def as_subclass(state: CaptureState, tensor: TensorValue, cls: Value) -> Value:
     real = cls.real if isinstance(cls, ClassValue) else object
     if real is torch.Tensor:
-        return state.call_tensor_op("call_method", "view_as", [tensor, tensor], {})
+        return state.call_torch("view_as", tensor, tensor)
     if not answers_functions(real):
         raise state.unsupported("tensor-subclass", f"{tensor.describe()} as {cls.describe()}")
     state.overriding = True

@@ -21,7 +21,6 @@ from gradsplit.compile_core.capture.torch_rules.modes import grad_mode
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.call_rules import answer_to
 from gradsplit.compile_core.capture.values.constants import ConstantValue, is_none
-from gradsplit.compile_core.capture.values.containers import SequenceValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue, method_rule
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.higher_order import checkpoint
@@ -123,7 +122,7 @@ def _copy_like(state: CaptureState, leaf: TensorValue, gradient: TensorValue) ->
     if not TensorSpec.of(leaf.fake).is_dense:
         row_major = ConstantValue(torch.contiguous_format)
         return gradient.call_method(state, "clone", [], {"memory_format": row_major})
-    made = state.call_tensor_op("call_function", torch.empty_like, [leaf], {})
+    made = state.call_torch(torch.empty_like, leaf)
     return made.call_method(state, "copy_", [gradient], {})
 
 
@@ -197,5 +196,5 @@ class _Call:
         state.guards.add(sources, f"not {{c0}}({names})", [gather_specially], "leaves have no hooks")
 
     def gradients(self, inputs: Sequence[TensorValue], options: dict[str, Value]) -> Value:
-        given = [SequenceValue([*self._outputs], tuple), SequenceValue([*inputs], tuple), self._seeds]
-        return self._state.call_tensor_op("call_function", torch.autograd.grad, given, options)
+        given = (tuple(self._outputs), tuple(inputs), self._seeds)
+        return self._state.call_torch(torch.autograd.grad, *given, **options)

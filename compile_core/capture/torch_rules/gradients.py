@@ -84,9 +84,8 @@ def _grad_fn(state: CaptureState, tensor: TensorValue) -> Value:
 def _data(state: CaptureState, tensor: TensorValue) -> Value:
     """The same memory outside of autograd, with a count of changes of its own."""
     stored: Any = tensor.changes.get("data", tensor)
-    made = state.call_tensor_op("call_function", getattr, [stored, ConstantValue("data")], {})
-    if isinstance(made, TensorValue):
-        state.graph.alias_made(stored.node, made.fake)
+    made = state.call_torch(getattr, stored, "data")
+    state.graph.alias_made(stored.node, made.fake)
     return made
 
 
@@ -112,10 +111,9 @@ def _store_data(state: CaptureState, tensor: TensorValue, value: Value) -> None:
     if not alike or not own.is_contiguous() or saved or not _is_leaf(state, tensor).truth(state):
         raise state.unsupported("data-store", f"other data of {tensor.describe()}, or after it was used")
     with grad_mode(state, True):
-        copy = state.call_tensor_op("call_method", "clone", [tensor], {})
-        data = state.call_tensor_op("call_function", getattr, [copy, ConstantValue("data")], {})
+        copy = state.call_torch("clone", tensor)
+        data = state.call_torch(getattr, copy, "data")
         data.call_method(state, "copy_", [value.call_method(state, "detach", [], {})], {})
-    assert isinstance(copy, TensorValue)
     note_view_copy(state, copy.node, [value.node], f"the data stored in {tensor.describe()}")
     del state.tensor_of_fake[id(copy.fake)]
     tensor.node, tensor.fake, tensor.version = copy.node, copy.fake, copy.version

@@ -12,7 +12,7 @@ from torch.fx.traceback import annotate
 
 from gradsplit.compile_core.capture.torch_rules.global_state import autocast_state
 from gradsplit.compile_core.capture.values.base import CaptureState, Value, constants_of
-from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, answer_to, call_rule
+from gradsplit.compile_core.capture.values.call_rules import answer_to, call_rule, rule_of_each
 from gradsplit.compile_core.capture.values.constants import DEVICE_CONTEXT, ConstantValue, MethodOwner, fold
 from gradsplit.compile_core.capture.values.tensors import refuse_unseen
 from gradsplit.compile_core.ir.source_writer import SourceWriter
@@ -93,24 +93,15 @@ def _raw_set_grad_enabled(state: CaptureState, mode: Value) -> Any:
 
 def guard_autocast(state: CaptureState) -> None:
     """The defaults of autocast are read: they must be as they were before the captured call changed any."""
-    state.guards.add(
-        [],
-        "{c0}() == {c1}",
-        [autocast_state, state.autocast_at_start],
-        "the defaults of autocast are the same",
-    )
+    state.guards.gives(autocast_state, state.autocast_at_start, "the defaults of autocast are the same")
 
 
-def _autocast_default(function: Any) -> CallRule:
-    def answer(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        guard_autocast(state)
-        return fold(state, function, args, kwargs)
-
-    return answer
-
-
-for _function in (torch.get_autocast_dtype, torch.is_autocast_cache_enabled):
-    CALL_RULES[_function] = _autocast_default(_function)
+@rule_of_each(torch.get_autocast_dtype, torch.is_autocast_cache_enabled)
+def _autocast_default(
+    function: Any, state: CaptureState, args: list[Value], kwargs: dict[str, Value]
+) -> Value:
+    guard_autocast(state)
+    return fold(state, function, args, kwargs)
 
 
 @call_rule(torch.get_default_device)
@@ -268,16 +259,11 @@ class ProfilerRange(ModeValue):
         return name
 
 
-def _range_rule(maker: Any) -> CallRule:
-    def make(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        named = {name: value.as_constant() for name, value in kwargs.items()}
-        return ProfilerRange(maker, constants_of(args), named)
-
-    return make
-
-
-for _maker in (torch.autograd.profiler.record_function, annotate):
-    CALL_RULES[_maker] = _range_rule(_maker)
+@rule_of_each(torch.autograd.profiler.record_function, annotate)
+def _make_range(maker: Any, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    return ProfilerRange(
+        maker, constants_of(args), {name: value.as_constant() for name, value in kwargs.items()}
+    )
 
 
 @answer_to(torch.autograd.profiler.record_function.__exit__)

@@ -9,7 +9,7 @@ a float32 step count instead of Python's floats), and a captured step must give 
 
 from __future__ import annotations
 
-import types
+import inspect
 from typing import Any
 
 import torch
@@ -30,43 +30,31 @@ from gradsplit.compile_core.torch_facts.optimizers import (
 _SCOPE = "torch.optim."
 
 
-def _wrapped(decorated: types.FunctionType, variable: str) -> types.FunctionType:
-    """The function that a decorator's inner function holds in this closure variable."""
-    cells = zip(decorated.__code__.co_freevars, decorated.__closure__ or (), strict=True)
-    return dict(cells)[variable].cell_contents
-
-
 answer_to(torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling)(
     lambda state: not state.calling_module().startswith(_SCOPE)
 )
 
 
 @decorator_rule(disable_torch_compile(lambda: None))
-def _disable_compiler(decorated: types.FunctionType) -> Any:
+def _disable_compiler(
+    decorated: Any, state: CaptureState, args: list[Value], kwargs: dict[str, Value]
+) -> Value:
     """Parts of optimizers are excluded from torch's compiler for its own reasons; everything else that is
     excluded stays so."""
-    function = _wrapped(decorated, "fn")
-
-    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        if not str(function.__module__).startswith(_SCOPE):
-            raise state.unsupported("disabled", f"{function.__qualname__} is excluded from compilation")
-        return state.wrap(function, None).call(state, args, kwargs)
-
-    return call
+    function = inspect.getclosurevars(decorated).nonlocals["fn"]
+    if not str(function.__module__).startswith(_SCOPE):
+        raise state.unsupported("disabled", f"{function.__qualname__} is excluded from compilation")
+    return state.wrap(function, None).call(state, args, kwargs)
 
 
 @decorator_rule(use_grad_for_differentiable(lambda: None))
-def _use_grad(decorated: types.FunctionType) -> Any:
+def _use_grad(decorated: Any, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     """A step runs with gradients only where the optimizer is differentiable."""
-    function = _wrapped(decorated, "func")
-
-    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        defaults = args[0].get_attribute(state, "defaults")
-        differentiable = defaults.get_item(state, ConstantValue("differentiable")).truth(state)
-        with grad_mode(state, differentiable):
-            return state.wrap(function, None).call(state, args, kwargs)
-
-    return call
+    defaults = args[0].get_attribute(state, "defaults")
+    differentiable = defaults.get_item(state, ConstantValue("differentiable")).truth(state)
+    function = inspect.getclosurevars(decorated).nonlocals["func"]
+    with grad_mode(state, differentiable):
+        return state.wrap(function, None).call(state, args, kwargs)
 
 
 # Warns and raises about the recording of graphs of an accelerator, which a captured step has no part in.

@@ -25,7 +25,7 @@ from gradsplit.compile_core.capture.open_numbers.scalars import (
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule
 from gradsplit.compile_core.capture.values.constants import ConstantValue
-from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue
+from gradsplit.compile_core.capture.values.containers import ListValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue, method_rule
 
 
@@ -62,7 +62,7 @@ def _item(state: CaptureState, tensor: TensorValue, *args: Value, **kwargs: Valu
     if reads_scalars(state, tensor):
         return read_scalar(state, tensor)
     is_read = _reads_symbols(state, tensor)
-    return state.call_tensor_op("call_method", "item", [tensor], {}) if is_read else None
+    return state.call_torch("item", tensor) if is_read else None
 
 
 @method_rule("__bool__")
@@ -115,18 +115,13 @@ def _list(state: CaptureState, tensor: TensorValue) -> Value | None:
 
 def _tensor_of(function: Any) -> CallRule:
     """Of such a number: these functions ask fake tensors for its value."""
-    recorded = CALL_RULES.get(function)
+    recorded = CALL_RULES[function]
 
     def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         if not args or not isinstance(args[0], ScalarValue):
-            if recorded is not None:
-                return recorded(state, args, kwargs)
-            return state.call_tensor_op("call_function", function, args, kwargs)
+            return recorded(state, args, kwargs)
         dtype = torch.get_default_dtype() if isinstance(args[0].example, float) else torch.int64
-        shape: list[Any] = [SequenceValue([], tuple), *args]
-        return state.call_tensor_op(
-            "call_function", torch.full, shape, {"dtype": ConstantValue(dtype), **kwargs}
-        )
+        return state.call_torch(torch.full, (), *args, **{"dtype": dtype, **kwargs})
 
     return call
 

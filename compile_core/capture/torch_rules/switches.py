@@ -13,10 +13,9 @@ import torch
 from gradsplit.compile_core.capture.torch_rules.modes import ModeValue
 from gradsplit.compile_core.capture.values.base import CaptureState, Value, constants_of
 from gradsplit.compile_core.capture.values.call_rules import (
-    CALL_RULES,
-    CallRule,
     answer_to,
     answers,
+    rule_of_each,
 )
 from gradsplit.compile_core.ir.source_writer import SourceWriter
 from gradsplit.compile_core.torch_facts.autograd_engine import (
@@ -41,7 +40,7 @@ from gradsplit.compile_core.torch_facts.torch_switches import (
 def _guard(state: CaptureState, switch: Switch) -> None:
     at_start = state.switches_at_start[SWITCHES.index(switch)]
     name = getattr(switch.get, "__name__", "a switch of torch")
-    state.guards.add([], "{c0}() == {c1}", [switch.read, at_start], f"{name} of torch gives the same")
+    state.guards.gives(switch.read, at_start, f"{name} of torch gives the same")
 
 
 def turn(state: CaptureState, switch: Switch, *values: Any) -> None:
@@ -50,32 +49,20 @@ def turn(state: CaptureState, switch: Switch, *values: Any) -> None:
     state.call_state_op(switch.set, (*switch.prefix, *values))
 
 
-def _matching(function_of: Any, function: Any, args: tuple[Any, ...]) -> Switch | None:
-    candidates = [switch for switch in SWITCHES if function_of(switch) == function]
-    return next((switch for switch in candidates if args[: len(switch.prefix)] == switch.prefix), None)
-
-
-def _rule(function: Any, function_of: Any, act: Any) -> CallRule:
-    """``act`` has the state, the switch that the arguments name and those behind them."""
-
-    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        values = tuple(constants_of([*args, *kwargs.values()]))
-        switch = _matching(function_of, function, values)
-        if switch is None:
-            raise state.unsupported("switch", f"no rule for {function.__name__}{values}")
-        return state.from_constant(act(state, switch, *values[len(switch.prefix) :]))
-
-    return call
-
-
 def _read(state: CaptureState, switch: Switch) -> Any:
     _guard(state, switch)
     return switch.get(*switch.prefix)
 
 
-for _switch in SWITCHES:
-    CALL_RULES[_switch.set] = _rule(_switch.set, lambda switch: switch.set, turn)
-    CALL_RULES[_switch.get] = _rule(_switch.get, lambda switch: switch.get, _read)
+@rule_of_each(*(function for switch in SWITCHES for function in (switch.set, switch.get)))
+def _turn_or_read(function: Any, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    """What a function does with the switch that its first arguments name."""
+    values = tuple(constants_of([*args, *kwargs.values()]))
+    for switch in SWITCHES:
+        if function in (switch.set, switch.get) and values[: len(switch.prefix)] == switch.prefix:
+            act = turn if function == switch.set else _read
+            return state.from_constant(act(state, switch, *values[len(switch.prefix) :]))
+    raise state.unsupported("switch", f"no rule for {function.__name__}{values}")
 
 
 def _read_anomaly(state: CaptureState, position: int) -> bool:

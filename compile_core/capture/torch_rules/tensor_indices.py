@@ -16,7 +16,7 @@ from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import Symboli
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.call_rules import DATA_DEPENDENT_RULES
 from gradsplit.compile_core.capture.values.constants import ConstantValue, is_none
-from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue, SliceValue
+from gradsplit.compile_core.capture.values.containers import SequenceValue, SliceValue
 from gradsplit.compile_core.capture.values.tensors import METHOD_RULES, TensorValue
 from gradsplit.compile_core.capture.values.view_copies import note_view_copy, stored_back
 from gradsplit.compile_core.torch_facts.symbolic_numbers import assume
@@ -32,7 +32,11 @@ def _index_by_numbers(state: CaptureState, args: list[Any]) -> Value | None:
         return None
     tensor, key, *stored = args
     parts: list[Any] = key.all(state) if isinstance(key, SequenceValue) and key.cls is tuple else [key]
-    parts = [_in_tensor(state, part) if is_of_data(part) else part for part in parts]
+    # An integer out of a tensor, in a tensor again.
+    parts = [
+        state.call_torch(torch.full, (), part, dtype=torch.int64) if is_of_data(part) else part
+        for part in parts
+    ]
     numbers = [part for part in parts if _is_number(part)]
     dims = _dims_taken(tensor, parts)
     read = [
@@ -41,22 +45,14 @@ def _index_by_numbers(state: CaptureState, args: list[Any]) -> Value | None:
     ]
     if dims is not None and read != parts:
         function = operator.setitem if stored else operator.getitem
-        return state.call_tensor_op(
-            "call_function", function, [tensor, SequenceValue(read, tuple), *stored], {}
-        )
+        return state.call_torch(function, tensor, tuple(read), *stored)
     known = all(part.fake.device in (tensor.fake.device, _CPU) for part in numbers)
     if not numbers or dims is None or not known:
         return None
     if stored:
         return _store(state, tensor, parts, dims, stored[0])
-    places: list[Any] = [ConstantValue(None)] * tensor.fake.dim()
-    for part, dim in zip(parts, _positions(dims), strict=True):
-        if _is_number(part):
-            places[dim] = _as_index(state, part)
-    taken = state.call_tensor_op(
-        "call_function", torch.ops.aten.index.Tensor, [tensor, ListValue(places)], {}
-    )
-    assert isinstance(taken, TensorValue)
+    places = _places(state, tensor, parts, dims)
+    taken = state.call_torch(torch.ops.aten.index.Tensor, tensor, places)
     rest = [part for part in parts if not _is_number(part)]
     if not any(isinstance(part, TensorValue | SequenceValue) or _is_bool(part) for part in rest):
         what = "a view at an index that a tensor holds"
@@ -106,34 +102,26 @@ def _store(
     ):  # fmt: skip
         return None
     basic = [_WHOLE if _is_number(part) else part for part in parts]
-    place = tensor
+    place: Any = tensor
     if any(part is not _WHOLE for part in basic):
-        found = tensor.get_item(state, SequenceValue([*basic], tuple))
-        assert isinstance(found, TensorValue)
-        place = found
+        place = tensor.get_item(state, SequenceValue([*basic], tuple))
     # Integers take their dim away; of what is left, None has a dim that took none.
     kept = [
         0 if _is_int(part) else 1 if is_none(part) else dim for part, dim in zip(parts, dims, strict=True)
     ]
-    places: list[Any] = [ConstantValue(None)] * place.fake.dim()
-    for part, dim in zip(parts, _positions(kept), strict=True):
-        if _is_number(part):
-            places[dim] = _as_index(state, part)
-    dtype = ConstantValue(tensor.fake.dtype)
+    places = _places(state, place, parts, kept)
+    dtype, device = tensor.fake.dtype, tensor.fake.device
     if isinstance(value, TensorValue):
-        if value.fake.dim() > place.fake.dim() - sum(map(_is_number, parts)) or (
-            value.fake.device != tensor.fake.device
-        ):
+        rest = place.fake.dim() - sum(map(_is_number, parts))
+        if value.fake.dim() > rest or value.fake.device != device:
             return None
-        if value.fake.dtype != tensor.fake.dtype:
-            value = state.call_tensor_op("call_method", "to", [value, dtype], {})
+        if value.fake.dtype != dtype:
+            value = state.call_torch("to", value, dtype)
     elif type(getattr(value, "value", None)) in (bool, int, float):
-        options: dict[str, Value] = {"dtype": dtype, "device": ConstantValue(tensor.fake.device)}
-        value = state.call_tensor_op("call_function", torch.tensor, [value], options)
+        value = state.call_torch(torch.tensor, value, dtype=dtype, device=device)
     else:
         return None
-    given: list[Value] = [place, ListValue(places), value]
-    state.call_tensor_op("call_function", torch.ops.aten.index_put_.default, given, {})
+    state.call_torch(torch.ops.aten.index_put_.default, place, places, value)
     if place is tensor and isinstance(value, TensorValue):
         stored_back(state, value.node, _key(tensor, places))
     return ConstantValue(None)
@@ -163,16 +151,14 @@ def _positions(dims: list[int]) -> list[int]:
     return [sum(dims[:index]) for index in range(len(dims))]
 
 
-def _in_tensor(state: CaptureState, number: Value) -> Value:
-    """An integer out of a tensor, in a tensor again."""
-    dtype: dict[str, Value] = {"dtype": ConstantValue(torch.int64)}
-    return state.call_tensor_op("call_function", torch.full, [SequenceValue([], tuple), number], dtype)
-
-
-def _as_index(state: CaptureState, number: TensorValue) -> Value:
-    if number.fake.dtype is torch.int64:
-        return number
-    return state.call_tensor_op("call_method", "to", [number, ConstantValue(torch.int64)], {})
+def _places(state: CaptureState, tensor: TensorValue, parts: list[Any], dims: list[int]) -> list[Any]:
+    """The number that each dim of the tensor is indexed by, None where the key has none for it."""
+    places: list[Any] = [None] * tensor.fake.dim()
+    for part, dim in zip(parts, _positions(dims), strict=True):
+        if _is_number(part):
+            is_index = part.fake.dtype is torch.int64
+            places[dim] = part if is_index else state.call_torch("to", part, torch.int64)
+    return places
 
 
 def _is_number(part: Any) -> bool:

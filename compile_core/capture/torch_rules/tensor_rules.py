@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,11 +11,10 @@ from torch.fx import Node
 from torch.nn.functional import one_hot
 
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
-from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, answer_to, call_rule
+from gradsplit.compile_core.capture.values.call_rules import answer_to, call_rule, rule_of_each
 from gradsplit.compile_core.capture.values.constants import ConstantValue, is_none
 from gradsplit.compile_core.capture.values.tensors import (
     METHOD_RULES,
-    MethodRule,
     TensorValue,
     attribute_store,
     method_rule,
@@ -41,29 +41,28 @@ def _change(
     return state.graph.call("call_method", name, (tensor.node, *given), named, state.stack_trace())
 
 
-def _metadata_change(name: str) -> MethodRule:
-    def change(state: CaptureState, tensor: TensorValue, *args: Value, **kwargs: Value) -> Value | None:
-        if not _is_own(state, tensor):
-            return None
-        if not torch.is_grad_enabled() or not _has_views(state, tensor):
-            _change(state, name, tensor, args, kwargs)
-            return tensor
-        # Functional tensors would take the views, and their gradients, for those of the changed tensor.
-        view = _change(state, name.removesuffix("_"), tensor, args, kwargs)
-        tensor.node, tensor.fake = view, view.meta["example_value"]
-        state.tensor_of_fake[id(tensor.fake)] = tensor
+def _change_metadata(
+    name: str, state: CaptureState, tensor: TensorValue, *args: Value, **kwargs: Value
+) -> Value | None:
+    if not _is_own(state, tensor):
+        return None
+    if not torch.is_grad_enabled() or not _has_views(state, tensor):
+        _change(state, name, tensor, args, kwargs)
         return tensor
+    # Functional tensors would take the views, and their gradients, for those of the changed tensor.
+    view = _change(state, name.removesuffix("_"), tensor, args, kwargs)
+    tensor.node, tensor.fake = view, view.meta["example_value"]
+    state.tensor_of_fake[id(tensor.fake)] = tensor
+    return tensor
 
-    return change
+
+METHOD_RULES.update({name: functools.partial(_change_metadata, name) for name in _METADATA_CHANGES})
 
 
 def _has_views(state: CaptureState, tensor: TensorValue) -> bool:
     """Whether another tensor of the program lies in its memory."""
     others = (other for other in state.tensor_of_fake.values() if other is not tensor)
     return any(is_alias_of(tensor.fake, other.fake) for other in others)
-
-
-METHOD_RULES.update({name: _metadata_change(name) for name in _METADATA_CHANGES})
 
 
 @method_rule("requires_grad_")
@@ -85,9 +84,8 @@ def _parameter(state: CaptureState, data: Value, requires_grad: Value | None = N
     """A leaf in the memory of a tensor. What the program keeps of it, a graph hands out as its backend runs it."""
     if not isinstance(data, TensorValue) or data.cls not in (torch.Tensor, torch.nn.Parameter):
         raise state.unsupported("parameter", f"a parameter of {data.describe()}")
-    wanted = [] if requires_grad is None else [ConstantValue(requires_grad.truth(state))]
-    made = state.call_tensor_op("call_function", made_parameter, [data, *wanted], {})
-    assert isinstance(made, TensorValue)
+    wanted = [] if requires_grad is None else [requires_grad.truth(state)]
+    made = state.call_torch(made_parameter, data, *wanted)
     made.cls = torch.nn.Parameter
     return made
 
@@ -130,10 +128,8 @@ def _as_strided(state: CaptureState, tensor: TensorValue, *args: Value, **kwargs
     examples = (record.entry.example for record in state.graph.records)
     own = tensor.fake if tensor.fake._base is None else tensor.fake._base
     whole = next((e for e in examples if isinstance(e, torch.Tensor) and is_alias_of(e, tensor.fake)), own)
-    found = state.call_tensor_op("call_method", "as_strided", [tensor, *args], kwargs)
-    if not whole.is_contiguous() or (
-        isinstance(found, TensorValue) and _end(found.fake) > whole.storage_offset() + whole.numel()
-    ):
+    found = state.call_torch("as_strided", tensor, *args, **kwargs)
+    if not whole.is_contiguous() or _end(found.fake) > whole.storage_offset() + whole.numel():
         raise state.unsupported(
             "strided-view", f"as_strided in other memory than the rows of {tensor.describe()}"
         )
@@ -149,7 +145,7 @@ def _end(tensor: torch.Tensor) -> int:
 def _one_hot(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     """Lies row-major whatever the classes' order in memory is; torch's form for fake tensors keeps that."""
     if args and isinstance(args[0], TensorValue) and not args[0].fake.is_contiguous():
-        args = [state.call_tensor_op("call_method", "contiguous", [args[0]], {}), *args[1:]]
+        args = [state.call_torch("contiguous", args[0]), *args[1:]]
     return state.call_tensor_op("call_function", one_hot, args, kwargs)
 
 
@@ -192,20 +188,14 @@ def _set_item(state: CaptureState, tensor: TensorValue, key: Value, value: Value
     return ConstantValue(None)
 
 
-def _metadata_rule(function: Any) -> CallRule:
-    def answer(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        def real(value: Value) -> Any:
-            return value.fake if isinstance(value, TensorValue) else value.as_constant()
-
-        return state.from_constant(
-            function(*map(real, args), **{key: real(value) for key, value in kwargs.items()})
-        )
-
-    return answer
-
-
-for _function in (
+@rule_of_each(
     *(torch.result_type, torch.is_same_size, torch.is_signed, torch.is_floating_point, torch.is_complex),
     *(torch.is_conj, torch.numel, torch.finfo, torch.iinfo),
-):
-    CALL_RULES[_function] = _metadata_rule(_function)
+)
+def _of_metadata(function: Any, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    def real(value: Value) -> Any:
+        return value.fake if isinstance(value, TensorValue) else value.as_constant()
+
+    return state.from_constant(
+        function(*map(real, args), **{key: real(value) for key, value in kwargs.items()})
+    )

@@ -21,10 +21,10 @@ from gradsplit.compile_core.capture.values.call_rules import (
     call_rule,
     fold_rule,
 )
-from gradsplit.compile_core.capture.values.constants import ConstantValue, as_value
+from gradsplit.compile_core.capture.values.constants import as_value
 from gradsplit.compile_core.capture.values.containers import SequenceValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue, refuse_unseen
-from gradsplit.compile_core.torch_facts.bindings import NATIVE_SCOPES, assert_function, is_scripting
+from gradsplit.compile_core.torch_facts.bindings import NATIVE_SCOPES, is_scripting
 from gradsplit.compile_core.torch_facts.thread_state import (
     get_tracing_state,
     number_of_dispatch_modes,
@@ -72,46 +72,31 @@ def tensor_function_rule(function: Any) -> CallRule:
 
     def record(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         if function is functional.scaled_dot_product_attention:
-            state.guards.add(
-                [],
-                "{c0}() == {c1}",
-                [attention_kernels, state.attention_at_start],
-                "the kernels of attention",
-            )
+            state.guards.gives(attention_kernels, state.attention_at_start, "the kernels of attention")
         return state.call_tensor_op("call_function", function, args, kwargs)
 
     return record
 
 
-def tensor_method_rule(name: str) -> CallRule:
-    """The rule of ``torch.Tensor.name`` called as a function."""
-
-    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        owner, *rest = args
-        if not isinstance(owner, TensorValue):
-            raise TypeError(f"torch.Tensor.{name} of {owner.describe()}")
-        return owner.call_method(state, name, rest, kwargs)
-
-    return call
-
-
-# Operators by name, as ``torch.ops.aten.add`` and ``torch.ops.aten.add.Tensor``, and those that a program registered.
-_OPERATORS = (torch._ops.OpOverloadPacket, torch._ops.OpOverload)
+def _call_method(name: str, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    """``torch.Tensor.name`` called as a function."""
+    owner, *rest = args
+    if not isinstance(owner, TensorValue):
+        raise TypeError(f"torch.Tensor.{name} of {owner.describe()}")
+    return owner.call_method(state, name, rest, kwargs)
 
 
 def find_torch_rule(function: Any) -> CallRule | None:
     """The rule of a torch callable, None where there is none."""
-    if function in CALL_RULES:
-        return CALL_RULES[function]
     described = getattr(function, "__self__", None)
     if isinstance(function, types.MethodWrapperType) and isinstance(described, types.GetSetDescriptorType):
         return _ATTRIBUTE_RULES[function.__name__](described.__name__)
-    if is_tensor_function(function) or isinstance(function, _OPERATORS):
+    if is_tensor_function(function):
         return tensor_function_rule(function)
     if isinstance(function, (types.MethodDescriptorType, types.WrapperDescriptorType)):
         owner = function.__objclass__
         if owner is not object and issubclass(torch.Tensor, owner):
-            return tensor_method_rule(function.__name__)
+            return functools.partial(_call_method, function.__name__)
     return None
 
 
@@ -126,9 +111,6 @@ _PURE = (
     *(torch.promote_types, torch.can_cast, torch.broadcast_shapes),
     torch.Size.numel,
 )
-
-
-CALL_RULES.update({function: fold_rule(function) for function in _PURE})
 
 
 @call_rule(torch.device)
@@ -151,7 +133,7 @@ _STATE_QUERIES = (
     *(torch.are_deterministic_algorithms_enabled, torch.is_deterministic_algorithms_warn_only_enabled),
     *(get_tracing_state, privateuse1_backend_name),
 )
-CALL_RULES.update({function: fold_rule(function) for function in _STATE_QUERIES})
+CALL_RULES.update({function: fold_rule(function) for function in (*_PURE, *_STATE_QUERIES)})
 
 
 for _function in (
@@ -164,10 +146,3 @@ for _function in (
 answer_to(number_of_dispatch_modes)(lambda state: 0)
 answer_to(torch.is_inference_mode_enabled)(lambda state: state.inference_mode)
 answer_to(torch.is_tensor)(lambda state, value: isinstance(value, TensorValue))
-
-
-@answer_to(assert_function)
-def _assert(state: CaptureState, condition: Value, message: Value) -> Any:
-    if condition.truth(state):
-        return ConstantValue(None)
-    raise state.raise_exception(AssertionError, message.as_constant())

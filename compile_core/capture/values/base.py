@@ -390,6 +390,12 @@ class CaptureState:
             items.append(item)
         return items
 
+    def call_torch(self, target: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """The value of an operation, a method where it is a name, on values and constants: as a rule a tensor."""
+        op = "call_method" if isinstance(target, str) else "call_function"
+        named = {key: self.from_constant(value) for key, value in kwargs.items()}
+        return self.call_tensor_op(op, target, [*map(self.from_constant, args)], named)
+
     def wrap_trusted_function(self, function: Any) -> Value:
         """The value of a function that a class holds in a descriptor; the class entry is guarded elsewhere."""
         return self.wrap(function, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -34,6 +35,16 @@ def entry_of(table: dict[Any, Any]) -> Callable[..., Callable[[Any], Any]]:
 call_rule = entry_of(CALL_RULES)
 
 
+def rule_of_each(*targets: Any) -> Callable[[Callable[..., Value]], Callable[..., Value]]:
+    """Register one rule for calls of several callables, which gets the one that is called before all else."""
+
+    def register(rule: Callable[..., Value]) -> Callable[..., Value]:
+        CALL_RULES.update({target: functools.partial(rule, target) for target in targets})
+        return rule
+
+    return register
+
+
 def answer_to(*targets: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a rule written as a function of the state and the arguments by their names.
 
@@ -61,12 +72,11 @@ def answers(table: Mapping[Any, Callable[..., Any]]) -> None:
         answer_to(target)(answer)
 
 
-# Rules for the functions that a decorator of a library makes: by their common code, given the function.
-DecoratorRule = Callable[[types.FunctionType], CallRule]
-DECORATOR_RULES: dict[types.CodeType, DecoratorRule] = {}
+# Rules for the functions that a decorator of a library makes: by their common code, with the function before all else.
+DECORATOR_RULES: dict[types.CodeType, Callable[..., Value]] = {}
 
 
-def decorator_rule(decorated: Any) -> Callable[[DecoratorRule], DecoratorRule]:
+def decorator_rule(decorated: Any) -> Callable[[Any], Any]:
     """Register the rule for all functions that were made by the decorator that made ``decorated``."""
     return entry_of(DECORATOR_RULES)(decorated.__code__)
 
@@ -77,5 +87,5 @@ def find_call_rule(target: Any) -> CallRule | None:
     except TypeError:
         return None
     if found is None and isinstance(target, types.FunctionType) and target.__code__ in DECORATOR_RULES:
-        return DECORATOR_RULES[target.__code__](target)
+        return functools.partial(DECORATOR_RULES[target.__code__], target)
     return found

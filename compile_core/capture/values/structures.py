@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
@@ -18,3 +18,12 @@ def map_parts(state: CaptureState, value: Value, change: Callable[[Value], Value
     if isinstance(value, DictValue) and value.cls is dict:
         return new_dict([(key, map_parts(state, item, change)) for key, item in value.pairs(state)], state)
     return change(value)
+
+
+def leaves(state: CaptureState, values: Iterable[Value]) -> Iterator[Value]:
+    """The values, and in the place of tuples and lists what these consist of."""
+    for value in values:
+        if isinstance(value, SequenceValue) and value.cls in (tuple, list):
+            yield from leaves(state, value.all(state))
+        else:
+            yield value
