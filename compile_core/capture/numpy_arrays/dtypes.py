@@ -98,15 +98,14 @@ def _ask(
 ) -> Any:
     """NumPy's answer; the arrays that it is given are added to ``arrays``."""
 
-    def made(node: Node) -> np.ndarray[Any, Any]:
+    def made(node: Node) -> Any:
         arrays.append(np.array(known[node]) if node in known else _ones(name, node))
         return arrays[-1]
 
     function: Callable[..., Any] = operator if name.startswith("operator.") else np  # type: ignore[assignment]
     for part in name.removeprefix("operator.").split("."):
         function = getattr(function, part)
-    given, named = pytree.tree_map_only(Node, made, (args, kwargs))
-    given = tuple(_sliced(name, item) for item in given)
+    given, named = map_arg((args, kwargs), made)
     try:
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
@@ -131,16 +130,6 @@ def _ones(name: str, node: Node) -> np.ndarray[Any, Any]:
     steps = [int(step) for step in fake.stride()]
     whole = np.full(1 + sum((size - 1) * step for size, step in zip(shape, steps, strict=True)), fill, dtype)
     return np.lib.stride_tricks.as_strided(whole, shape, [step * whole.itemsize for step in steps])
-
-
-def _sliced(name: str, item: Any) -> Any:
-    """Nodes inside of slices, which the tree of arguments does not look into."""
-    if isinstance(item, slice):
-        parts = (item.start, item.stop, item.step)
-        return slice(*(1 if isinstance(part, Node) else part for part in parts))
-    if isinstance(item, tuple):
-        return tuple(_sliced(name, part) for part in item)
-    return item
 
 
 def _metadata(leaf: Any) -> Any:

@@ -27,9 +27,6 @@ class TypeFormValue(ReferenceValue):
     def as_constant(self) -> Any:
         return self.real
 
-    def truth(self, state: CaptureState) -> bool:
-        return True
-
     def get_attribute(self, state: CaptureState, name: str) -> Value:
         found = ask_python(state, getattr, self.real, name)
         if isinstance(found, (types.FunctionType, types.MethodType)):

@@ -165,9 +165,6 @@ class SequenceValue(ContainerValue):
     def do_numel(self, state: CaptureState) -> Value:
         return state.wrap(math.prod, None).call(state, [self], {})
 
-    def do___getitem__(self, state: CaptureState, key: Value) -> Value:
-        return self.get_item(state, key)
-
 
 class ListValue(SequenceValue):
     """A list, with its changes."""

@@ -9,16 +9,39 @@ the list of its members in their order, until it changes.
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
-from gradsplit.compile_core.capture.values.constants import BuiltinMethod, ConstantValue
+from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.containers import ContainerValue, SequenceValue, WatchingIterator
 from gradsplit.compile_core.capture.values.hash_keys import ComputedKey
 from gradsplit.compile_core.capture.values.mappings import DictValue, DictView
 from gradsplit.compile_core.capture.values.references import ReferenceValue
 
 Members = dict[Any, Value]
+
+
+# Operators of sets: the methods that give the same as a new set, and in place.
+OPERATORS = {
+    "|": ("union", "update"),
+    "&": ("intersection", "intersection_update"),
+    "-": ("difference", "difference_update"),
+    "^": ("symmetric_difference", "symmetric_difference_update"),
+}
+_RESULTS = {in_place: made for made, in_place in OPERATORS.values()}
+
+
+def _test(name: str) -> Callable[..., bool]:
+    return lambda one, state, other: getattr(set(one.members), name)(set(as_set(state, other).members))
+
+
+def _making(name: str) -> Callable[..., Value]:
+    return lambda one, state, *others: one.computed(state, name, [as_set(state, other) for other in others])
+
+
+def _changing(name: str) -> Callable[..., None]:
+    return lambda one, state, *others: one.change_to(state, name, [as_set(state, other) for other in others])
 
 
 class SetValue(ContainerValue):
@@ -123,9 +146,9 @@ class SetValue(ContainerValue):
     def do_copy(self, state: CaptureState) -> Value:
         if self.cls is frozenset:
             return self
-        return self._computed(state, "copy", [])
+        return self.computed(state, "copy", [])
 
-    def _computed(self, state: CaptureState, name: str, others: list[SetValue]) -> SetValue:
+    def computed(self, state: CaptureState, name: str, others: list[SetValue]) -> SetValue:
         """What a method makes of this set and others."""
         known = {}
         for other in (*reversed(others), self):
@@ -137,45 +160,21 @@ class SetValue(ContainerValue):
             mirror = getattr(mirrors[0], name)(*mirrors[1:])
         return SetValue({key: known[key] for key in keys}, self.cls, None, mirror)
 
-    def _change_to(self, state: CaptureState, name: str, others: list[SetValue]) -> Value:
+    def change_to(self, state: CaptureState, name: str, others: list[SetValue]) -> None:
         """Change this set by the method of this name."""
-        made = self._computed(state, _RESULTS[name], others)
+        made = self.computed(state, _RESULTS[name], others)
         self.before_change(state)
         if self.mirror is not None and made.mirror is not None:
             getattr(self.mirror, name)(*(other.mirror for other in others))
         else:
             self.mirror = None
         self.members = made.members
-        return ConstantValue(None)
 
-    def call_method(
-        self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
-    ) -> Value:
-        if name in self._tests and len(args) == 1 and not kwargs:
-            (other,) = [as_set(state, value) for value in args]
-            return ConstantValue(getattr(set(self.members), name)(set(other.members)))
-        if name in _RESULTS and self.cls is set and not kwargs:
-            return self._change_to(state, name, [as_set(state, value) for value in args])
-        if name in _RESULTS.values() and not kwargs:
-            return self._computed(state, name, [as_set(state, value) for value in args])
-        return super().call_method(state, name, args, kwargs)
-
-    _tests: ClassVar = frozenset(["issubset", "issuperset", "isdisjoint"])
-
-    def get_attribute(self, state: CaptureState, name: str) -> Value:
-        if hasattr(self.cls, name) and (name in self._tests or name in _RESULTS or name in _RESULTS.values()):
-            return BuiltinMethod(self, name)
-        return super().get_attribute(state, name)
-
-
-# Operators of sets: the methods that give the same as a new set, and in place.
-OPERATORS = {
-    "|": ("union", "update"),
-    "&": ("intersection", "intersection_update"),
-    "-": ("difference", "difference_update"),
-    "^": ("symmetric_difference", "symmetric_difference_update"),
-}
-_RESULTS = {in_place: made for made, in_place in OPERATORS.values()}
+    do_issubset, do_issuperset, do_isdisjoint = map(_test, ("issubset", "issuperset", "isdisjoint"))
+    do_union, do_intersection, do_difference, do_symmetric_difference = map(_making, _RESULTS.values())
+    do_update, do_intersection_update, do_difference_update, do_symmetric_difference_update = map(
+        _changing, _RESULTS
+    )
 
 
 def new_set(state: CaptureState, items: list[Value], cls: type = set) -> SetValue:
