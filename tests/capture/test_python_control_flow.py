@@ -170,6 +170,32 @@ def yield_from_passes_send_and_throw(x, n):
 
 
 @program
+def what_a_generator_raises_as_it_is_closed_goes_to_who_delegates_to_it(x, n):
+    log = []
+
+    def inner():
+        try:
+            yield 1
+        finally:
+            raise ValueError("inner")
+
+    def outer():
+        try:
+            yield from inner()
+        except ValueError as error:
+            log.append(str(error))
+            raise KeyError("outer") from None
+
+    closed = outer()
+    next(closed)
+    try:
+        closed.close()
+    except KeyError as error:
+        log.append(str(error))
+    return x, log
+
+
+@program
 def yield_from_iterables(x, n):
     def all_of(*parts):
         for part in parts:

@@ -17,6 +17,12 @@ def asserted(x):
     return y.log1p()
 
 
+def asserted_by_torch(x):
+    y = x.exp()
+    torch._assert((y > 0).all(), "too small")
+    return y.log1p()
+
+
 def several(x):
     y = x.sin()
     if torch.isnan(y).any():
@@ -59,7 +65,9 @@ def run(function, x):
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("function", [asserted, several, sampled, numbers], ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "function", [asserted, asserted_by_torch, several, sampled, numbers], ids=lambda case: case.__name__
+)
 def test_what_raises_is_a_check(function, backend):
     step = gradsplit.compile(function, backend=backend, fullgraph=True)
     usual = torch.linspace(-1, 1, 8).view(2, 4)

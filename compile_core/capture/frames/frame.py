@@ -29,33 +29,36 @@ OpcodeHandler = Callable[["Frame", Instruction], None]
 OPCODES: dict[str, OpcodeHandler] = {}
 
 
-def opcode(*names: str) -> Callable[[OpcodeHandler], OpcodeHandler]:
-    """Register the handler of these opcodes."""
+def opcode(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the handler of these opcodes.
 
-    def register(function: OpcodeHandler) -> OpcodeHandler:
+    It gets the frame, the instruction and as many values off the stack as it has further parameters, the lowest first.
+    What it then returns is pushed, if it is not None.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        count = function.__code__.co_argcount - 2
         for name in names:
             if name in OPCODES:
                 raise InternalError(f"two handlers for {name}")
-            OPCODES[name] = function
+            OPCODES[name] = _with_operands(function, count) if count else function
         return function
 
     return register
 
 
 def value_opcodes(table: dict[str, Callable[..., Value | None]]) -> None:
-    """Register opcodes that take values off the stack and put back at most one.
-
-    A function of the table gets the frame, the instruction and as many values as it has further parameters, the lowest
-    first; what it returns is pushed.
-    """
+    """The same for a table of functions, of which those without values push what they return, too."""
     for name, function in table.items():
-        opcode(name)(_value_handler(function, function.__code__.co_argcount - 2))
+        is_plain = function.__code__.co_argcount == 2
+        opcode(name)(_pushing(function) if is_plain else function)
 
 
-def _value_handler(function: Callable[..., Any], count: int) -> OpcodeHandler:
-    if count == 0:
-        return lambda frame, instruction: frame.stack.append(function(frame, instruction))
+def _pushing(function: Callable[..., Any]) -> OpcodeHandler:
+    return lambda frame, instruction: frame.stack.append(function(frame, instruction))
 
+
+def _with_operands(function: Callable[..., Any], count: int) -> OpcodeHandler:
     def replace(frame: Frame, instruction: Instruction) -> None:
         stack = frame.stack
         values = stack[-count:]

@@ -28,11 +28,9 @@ def _build_map(frame: Frame, instruction: Instruction) -> None:
 
 
 @opcode("BUILD_CONST_KEY_MAP")
-def _build_const_key_map(frame: Frame, instruction: Instruction) -> None:
-    keys = frame.pop()
+def _build_const_key_map(frame: Frame, instruction: Instruction, keys: Value) -> Value:
     items = frame.pop_many(instruction.arg)
-    pairs = list(zip(frame.state.items_of(keys), items, strict=True))
-    frame.push(new_dict(pairs, frame.state))
+    return new_dict(list(zip(frame.state.items_of(keys), items, strict=True)), frame.state)
 
 
 @opcode("BUILD_STRING")
@@ -52,8 +50,7 @@ def _format_value(frame: Frame, instruction: Instruction) -> None:
 
 
 @opcode("DICT_UPDATE", "DICT_MERGE")
-def _dict_update(frame: Frame, instruction: Instruction) -> None:
-    source = frame.pop()
+def _dict_update(frame: Frame, instruction: Instruction, source: Value) -> None:
     target = frame.stack[-instruction.arg]
     pairs = mapping_pairs(frame.state, source)
     if pairs is None:
@@ -69,19 +66,20 @@ def _dict_update(frame: Frame, instruction: Instruction) -> None:
 
 
 @opcode("LIST_TO_TUPLE")
-def _list_to_tuple(frame: Frame, instruction: Instruction) -> None:
-    frame.push(SequenceValue(list(frame.state.items_of(frame.pop())), tuple))
+def _list_to_tuple(frame: Frame, instruction: Instruction, items: Value) -> Value:
+    return SequenceValue(list(frame.state.items_of(items)), tuple)
 
 
 @opcode("CALL_INTRINSIC_1")
-def _call_intrinsic(frame: Frame, instruction: Instruction) -> None:
+def _call_intrinsic(frame: Frame, instruction: Instruction, value: Value) -> Value:
     name = INTRINSICS_1.get(instruction.arg)
     if name == "list_to_tuple":
-        _list_to_tuple(frame, instruction)
-    elif name == "unary_positive":
-        frame.push(operators.unary(frame.state, "+", frame.pop()))
-    elif name != "stopiteration_error":
+        return _list_to_tuple(frame, instruction, value)
+    if name == "unary_positive":
+        return operators.unary(frame.state, "+", value)
+    if name != "stopiteration_error":
         raise frame.state.unsupported("opcode", f"no rule for the intrinsic {instruction.text}")
+    return value
 
 
 @opcode("UNPACK_SEQUENCE")

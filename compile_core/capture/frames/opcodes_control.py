@@ -92,8 +92,8 @@ def _end_for(frame: Frame, instruction: Instruction) -> None:
 
 
 @opcode("RETURN_VALUE")
-def _return_value(frame: Frame, instruction: Instruction) -> None:
-    frame.result = frame.pop()
+def _return_value(frame: Frame, instruction: Instruction, value: Value) -> None:
+    frame.result = value
 
 
 @opcode("RETURN_CONST")
@@ -108,15 +108,14 @@ def _return_generator(frame: Frame, instruction: Instruction) -> None:
 
 
 @opcode("YIELD_VALUE")
-def _yield_value(frame: Frame, instruction: Instruction) -> None:
-    frame.yielded = frame.pop()
+def _yield_value(frame: Frame, instruction: Instruction, value: Value) -> Value:
+    frame.yielded = value
     # What the expression ``yield`` gives, unless something is sent.
-    frame.push(ConstantValue(None))
+    return ConstantValue(None)
 
 
 @opcode("SEND")
-def _send(frame: Frame, instruction: Instruction) -> None:
-    sent = frame.pop()
+def _send(frame: Frame, instruction: Instruction, sent: Value) -> None:
     iterator = frame.stack[-1]
     if isinstance(iterator, GeneratorValue):
         item = iterator.resume(frame.state, None if is_none(sent) else sent)
@@ -143,30 +142,30 @@ def _kw_names(frame: Frame, instruction: Instruction) -> None:
     frame.keyword_names = instruction.value
 
 
-def _call(frame: Frame, args: list[Value], names: tuple[str, ...]) -> None:
+def _call(frame: Frame, args: list[Value], named: dict[str, Value]) -> None:
+    """Call what lies on the stack: beside a NULL, or with the object of a method above it."""
     first, second = frame.pop_many(2)
-    if second is NULL:
-        function = first
-    elif first is NULL:
-        function = second
-    else:
-        function = first
+    if first is not NULL and second is not NULL:
         args = [second, *args]
-    positional = args[: len(args) - len(names)]
-    named = dict(zip(names, args[len(positional) :], strict=True))
-    frame.push(function.call(frame.state, positional, named))
+    function = second if first is NULL else first
+    frame.push(function.call(frame.state, args, named))
+
+
+def _call_with_last_named(frame: Frame, count: int, names: tuple[str, ...]) -> None:
+    args = frame.pop_many(count)
+    positional = args[: count - len(names)]
+    _call(frame, positional, dict(zip(names, args[len(positional) :], strict=True)))
 
 
 @opcode("CALL")
 def _call_positional(frame: Frame, instruction: Instruction) -> None:
     names, frame.keyword_names = frame.keyword_names, ()
-    _call(frame, frame.pop_many(instruction.arg), names)
+    _call_with_last_named(frame, instruction.arg, names)
 
 
 @opcode("CALL_KW")
-def _call_with_names(frame: Frame, instruction: Instruction) -> None:
-    names = frame.pop().as_constant()
-    _call(frame, frame.pop_many(instruction.arg), names)
+def _call_with_names(frame: Frame, instruction: Instruction, names: Value) -> None:
+    _call_with_last_named(frame, instruction.arg, names.as_constant())
 
 
 @opcode("CALL_FUNCTION_EX")
@@ -176,15 +175,12 @@ def _call_function_ex(frame: Frame, instruction: Instruction) -> None:
         pairs = mapping_pairs(frame.state, frame.pop())
         assert pairs is not None  # the instruction before it made a dictionary
         named = {key.hash_key(frame.state): item for key, item in pairs}
-    args = frame.state.items_of(frame.pop(), hinted=True)
-    first, second = frame.pop_many(2)
-    function = first if second is NULL else second
-    frame.push(function.call(frame.state, args, named))
+    _call(frame, frame.state.items_of(frame.pop(), hinted=True), named)
 
 
 @opcode("MAKE_FUNCTION")
-def _make_function(frame: Frame, instruction: Instruction) -> None:
-    code = frame.pop().as_constant()
+def _make_function(frame: Frame, instruction: Instruction, of_code: Value) -> Value:
+    code = of_code.as_constant()
     assert isinstance(code, types.CodeType)
     made = FunctionValue(code, frame.function.scope, (), [], {})
     # Up to 3.12 the parts lie on the stack; 3.13 sets each by SET_FUNCTION_ATTRIBUTE and has no argument
@@ -192,15 +188,13 @@ def _make_function(frame: Frame, instruction: Instruction) -> None:
     for flag in (8, 4, 2, 1):
         if instruction.arg & flag:
             _set_function_part(frame, made, flag, frame.pop())
-    frame.push(made)
+    return made
 
 
 @opcode("SET_FUNCTION_ATTRIBUTE")
-def _set_function_attribute(frame: Frame, instruction: Instruction) -> None:
-    part, made = frame.pop_many(2)
-    assert isinstance(made, FunctionValue)
+def _set_function_attribute(frame: Frame, instruction: Instruction, part: Value, made: Any) -> Value:
     _set_function_part(frame, made, instruction.arg, part)
-    frame.push(made)
+    return made
 
 
 def _set_function_part(frame: Frame, made: FunctionValue, flag: int, part: Value) -> None:
@@ -220,8 +214,7 @@ def _set_function_part(frame: Frame, made: FunctionValue, flag: int, part: Value
 
 
 @opcode("LOAD_SUPER_ATTR")
-def _load_super_attr(frame: Frame, instruction: Instruction) -> None:
-    maker, cls, owner = frame.pop_many(3)
+def _load_super_attr(frame: Frame, instruction: Instruction, maker: Value, cls: Value, owner: Value) -> None:
     if not isinstance(maker, ClassValue) or maker.real is not super or not isinstance(cls, ClassValue):
         raise frame.state.unsupported("super", "a call of a name super that is not Python's")
     value = SuperValue(cls.real, owner).get_attribute(frame.state, instruction.value)
@@ -229,12 +222,6 @@ def _load_super_attr(frame: Frame, instruction: Instruction) -> None:
         push_callable(frame, value)
     else:
         frame.push(value)
-
-
-@opcode("LOAD_BUILD_CLASS")
-def _load_build_class(frame: Frame, instruction: Instruction) -> None:
-    # Its call has no rule: a class that is made at each call is made by Python, after a graph break.
-    frame.push(frame.state.wrap(builtins.__build_class__, None))
 
 
 @opcode("RAISE_VARARGS")
@@ -257,11 +244,10 @@ def _raise(frame: Frame, instruction: Instruction) -> None:
 
 
 @opcode("PUSH_EXC_INFO")
-def _push_exc_info(frame: Frame, instruction: Instruction) -> None:
-    value = frame.pop()
+def _push_exc_info(frame: Frame, instruction: Instruction, value: Value) -> Value:
     frame.handled.append(value)
     frame.push(HANDLED_BEFORE)
-    frame.push(value)
+    return value
 
 
 @opcode("POP_EXCEPT")
@@ -271,9 +257,9 @@ def _pop_except(frame: Frame, instruction: Instruction) -> None:
 
 
 @opcode("CHECK_EXC_MATCH")
-def _check_exc_match(frame: Frame, instruction: Instruction) -> None:
-    wanted = _exception_classes(frame, frame.pop())
-    frame.push(ConstantValue(issubclass(frame.stack[-1].python_type(), wanted)))
+def _check_exc_match(frame: Frame, instruction: Instruction, wanted: Value) -> Value:
+    classes = _exception_classes(frame, wanted)
+    return ConstantValue(issubclass(frame.stack[-1].python_type(), classes))
 
 
 def _exception_classes(frame: Frame, wanted: Value) -> tuple[type, ...]:
@@ -289,45 +275,41 @@ def _exception_classes(frame: Frame, wanted: Value) -> tuple[type, ...]:
 
 
 @opcode("CHECK_EG_MATCH")
-def _check_group_match(frame: Frame, instruction: Instruction) -> None:
-    state = frame.state
-    wanted = _exception_classes(frame, frame.pop())
-    value = frame.pop()
-    matched, rest = split_group(state, value, lambda part: issubclass(part.cls, wanted))
+def _check_group_match(frame: Frame, instruction: Instruction, value: Value, wanted: Value) -> Value:
+    state, classes = frame.state, _exception_classes(frame, wanted)
+    matched, rest = split_group(state, value, lambda part: issubclass(part.cls, classes))
     if matched is value and not issubclass(value.python_type(), BaseExceptionGroup):
         parts: list[Value] = [ConstantValue(""), SequenceValue([value], tuple)]
         matched = make_exception(state, BaseExceptionGroup, parts, {})
     frame.push(rest or ConstantValue(None))
-    frame.push(matched or ConstantValue(None))
     if matched is not None:
         frame.handled[-1] = matched
+    return matched or ConstantValue(None)
 
 
 @opcode("PREP_RERAISE_STAR")
-def prepare_reraise(frame: Frame, instruction: Instruction) -> None:
-    original, parts = frame.pop_many(2)
-    frame.push(reraise_rest(frame.state, original, frame.state.items_of(parts)))
+def _prepare_reraise(frame: Frame, instruction: Instruction, original: Value, parts: Value) -> Value:
+    return reraise_rest(frame.state, original, frame.state.items_of(parts))
 
 
 @opcode("CALL_INTRINSIC_2")
-def _call_intrinsic_2(frame: Frame, instruction: Instruction) -> None:
+def _call_intrinsic_2(frame: Frame, instruction: Instruction, original: Value, parts: Value) -> Value:
     if INTRINSICS_2.get(instruction.arg) != "prepare_reraise_star":
         raise frame.state.unsupported("opcode", f"no rule for the intrinsic {instruction.text}")
-    prepare_reraise(frame, instruction)
+    return _prepare_reraise(frame, instruction, original, parts)
 
 
 @opcode("RERAISE", "CLEANUP_THROW")
-def _reraise(frame: Frame, instruction: Instruction) -> None:
+def _reraise(frame: Frame, instruction: Instruction, error: Value) -> None:
     # The latter comes when something was thrown into a ``yield from``; what the inner iterator returned arrives
     # elsewhere.
-    raise SymbolicRaise(frame.pop())
+    raise SymbolicRaise(error)
 
 
 @opcode("BEFORE_WITH")
-def _before_with(frame: Frame, instruction: Instruction) -> None:
-    manager = frame.pop()
+def _before_with(frame: Frame, instruction: Instruction, manager: Value) -> Value:
     frame.push(manager.get_attribute(frame.state, "__exit__"))
-    frame.push(manager.get_attribute(frame.state, "__enter__").call(frame.state, [], {}))
+    return manager.get_attribute(frame.state, "__enter__").call(frame.state, [], {})
 
 
 @opcode("WITH_EXCEPT_START")
@@ -338,15 +320,13 @@ def _with_except_start(frame: Frame, instruction: Instruction) -> None:
 
 
 @opcode("IMPORT_NAME")
-def _import_name(frame: Frame, instruction: Instruction) -> None:
-    state = frame.state
-    level, names = (value.as_constant() for value in frame.pop_many(2))
-    scope = frame.function.scope
+def _import_name(frame: Frame, instruction: Instruction, of_level: Value, names: Value) -> Value:
+    state, scope, level = frame.state, frame.function.scope, of_level.as_constant()
     name = instruction.value if level == 0 else f"{'.' * level}{instruction.value}"
-    module = state.imported_module(name, scope.get("__package__"), names or ())
+    module = state.imported_module(name, scope.get("__package__"), names.as_constant() or ())
     if module is None:
         raise state.unsupported("import", f"an import of {name}", "import at module level")
-    frame.push(module)
+    return module
 
 
 value_opcodes(
@@ -357,6 +337,8 @@ value_opcodes(
             frame.state, instruction.value
         ),
         "GET_LEN": lambda frame, instruction: ConstantValue(frame.stack[-1].length(frame.state)),
+        # Its call has no rule: a class that is made at each call is made by Python, after a graph break.
+        "LOAD_BUILD_CLASS": lambda frame, instruction: frame.state.wrap(builtins.__build_class__, None),
         "LOAD_ASSERTION_ERROR": lambda frame, instruction: frame.state.wrap(AssertionError, None),
     }
 )

@@ -171,20 +171,12 @@ def _load_attr(frame: Frame, instruction: Instruction) -> None:
 @opcode("LOAD_METHOD")
 def _load_method(frame: Frame, instruction: Instruction) -> None:
     # The attribute is bound here already, so the place of self stays NULL.
-    method = frame.pop().get_attribute(frame.state, instruction.value)
-    push_callable(frame, method)
+    push_callable(frame, frame.pop().get_attribute(frame.state, instruction.value))
 
 
 def push_callable(frame: Frame, value: Value) -> None:
     pair = [value, NULL] if NULL_IS_ABOVE_CALLABLE else [NULL, value]
     frame.stack.extend(pair)
-
-
-@opcode("COMPARE_OP")
-def _compare_op(frame: Frame, instruction: Instruction) -> None:
-    left, right = frame.pop_many(2)
-    # 3.13 may ask for a bool at once. What comes next asks for it, too, and can end the graph after the comparison.
-    frame.push(comparisons.compare(frame.state, instruction.value, left, right))
 
 
 value_opcodes(
@@ -224,6 +216,10 @@ value_opcodes(
         "TO_BOOL": lambda frame, instruction, value: ConstantValue(value.truth(frame.state)),
         "BINARY_OP": lambda frame, instruction, left, right: operators.binary(
             frame.state, instruction.text, left, right
+        ),
+        # 3.13 may ask for a bool at once. What comes next asks for it, too, and can end the graph after the comparison.
+        "COMPARE_OP": lambda frame, instruction, left, right: comparisons.compare(
+            frame.state, instruction.value, left, right
         ),
         "IS_OP": lambda frame, instruction, left, right: ConstantValue(
             comparisons.is_same(frame.state, left, right) != bool(instruction.arg)

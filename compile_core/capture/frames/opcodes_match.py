@@ -46,13 +46,12 @@ def _match_keys(frame: Frame, instruction: Instruction) -> None:
 
 
 @opcode("MATCH_CLASS")
-def _match_class(frame: Frame, instruction: Instruction) -> None:
+def _match_class(frame: Frame, instruction: Instruction, subject: Value, cls: Value, names: Value) -> Value:
     state = frame.state
-    subject, cls, names = frame.pop_many(3)
     if not isinstance(cls, ClassValue):
         raise state.raise_exception(TypeError, "called match pattern must be a class")
     attributes = _matched_attributes(state, subject, cls, instruction.arg, names.as_constant())
-    frame.push(ConstantValue(None) if attributes is None else SequenceValue(list(attributes), tuple))
+    return ConstantValue(None) if attributes is None else SequenceValue(list(attributes), tuple)
 
 
 def _matched_attributes(

@@ -33,6 +33,7 @@ from gradsplit.compile_core.capture.graph.fake_inputs import InnerFakes, layout_
 from gradsplit.compile_core.capture.open_numbers.open_floats import takes_open_floats
 from gradsplit.compile_core.capture.open_numbers.symbolic_sizes import SymbolicSizes, TensorSizes
 from gradsplit.compile_core.capture.values.base import PlainCall
+from gradsplit.compile_core.capture.values.view_copies import nodes_in
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.captured import CapturedGraph, GraphInput, InputKind
 from gradsplit.compile_core.ir.data_checks import check_assumption
@@ -278,7 +279,7 @@ class OutputGraph:
         if target is operator.pow and _is_negative(args[0]) and isinstance(fake_args[1], torch.Tensor):
             target = torch.pow  # the generated ``-2 ** x`` would be ``-(2 ** x)``
         run = example_by or with_kernels_results(target)
-        out = [] if fake_kwargs.get("out") is None else _nodes_of(kwargs["out"])
+        out = [] if fake_kwargs.get("out") is None else nodes_in(kwargs["out"])
         if out:
             with run_on_fakes(self.fake_mode):
                 _refuse_unlike_out(run, out, fake_args, fake_kwargs)
@@ -307,7 +308,7 @@ class OutputGraph:
                 "keep shapes and Python values independent of tensor data",
             ) from error
         except Exception as error:
-            given = _nodes_of((args, kwargs))
+            given = nodes_in((args, kwargs))
             symbolic = [node for node in given if _is_symbolic(node)]
             bodies = [_fake_of(node) for node in given if isinstance(_fake_of(node), fx.GraphModule)]
             inside = [node for body in bodies for node in body.graph.nodes if node.op != "output"]
@@ -462,12 +463,6 @@ def _shown(target: Any) -> str:
 
 def _fake_of(node: fx.Node) -> Any:
     return node.meta["example_value"]
-
-
-def _nodes_of(arguments: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    map_arg(arguments, found.append)
-    return found
 
 
 def _is_symbolic(node: fx.Node) -> bool:

@@ -17,7 +17,6 @@ from gradsplit.compile_core.capture.numpy_arrays.dtypes import (
     adjusted,
     checked_answer,
     divides_integers,
-    nodes_in,
 )
 from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import FloatInput, SymbolicNumber
 from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, PlainCall, Value
@@ -31,7 +30,12 @@ from gradsplit.compile_core.capture.values.containers import ListValue, Sequence
 from gradsplit.compile_core.capture.values.references import ReferenceValue
 from gradsplit.compile_core.capture.values.structures import map_parts
 from gradsplit.compile_core.capture.values.tensors import TensorValue
-from gradsplit.compile_core.capture.values.view_copies import is_view_copy, memory_of, note_view_copy
+from gradsplit.compile_core.capture.values.view_copies import (
+    is_view_copy,
+    memory_of,
+    nodes_in,
+    note_view_copy,
+)
 from gradsplit.compile_core.ir import numpy_calls
 from gradsplit.compile_core.ir.sources import ConvertedSource, Source
 

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.fx import Node
-from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from gradsplit.compile_core.capture.values.base import CaptureState
@@ -79,13 +78,6 @@ def checked_answer(
         return Answer(leaf, is_view)
 
     return pytree.tree_map(described, answer)
-
-
-def nodes_in(arguments: Any) -> list[Node]:
-    """The arrays among the arguments of a call."""
-    found: list[Node] = []
-    map_arg(arguments, found.append)
-    return found
 
 
 def _ask(

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.fx.node import map_arg
 
-from gradsplit.compile_core.capture.values.view_copies import memory_of
+from gradsplit.compile_core.capture.values.view_copies import memory_of, nodes_in
 
 Ends = tuple[torch.Tensor, torch.Tensor]
 
@@ -67,8 +66,7 @@ def keep_order(steps: Sequence[Node], draws: Iterable[Node]) -> bool:
     """Whether each step with what was drawn keeps its order, or turns it: one with two such numbers need not."""
     drawn = set(map(place_of, draws))
     for step in steps:
-        operands: list[Node] = []
-        map_arg((step.args, step.kwargs), operands.append)
+        operands = nodes_in((step.args, step.kwargs))
         given = [operand for operand in operands if place_of(operand) in drawn]
         if given and (len(given) > 1 or not _keeps_order(step, given[0])):
             return False

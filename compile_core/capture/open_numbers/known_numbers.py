@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.fx.node import map_aggregate, map_arg
+from torch.fx.node import map_aggregate
 
 from gradsplit.compile_core.capture.open_numbers.drawn_ends import (
     Ends,
@@ -24,7 +24,7 @@ from gradsplit.compile_core.capture.open_numbers.drawn_ends import (
     place_of,
 )
 from gradsplit.compile_core.capture.values.base import CaptureState
-from gradsplit.compile_core.capture.values.view_copies import memory_of
+from gradsplit.compile_core.capture.values.view_copies import memory_of, nodes_in
 
 _MOST_STEPS = 48
 _MAKERS = (torch.tensor, torch.zeros, torch.ones, torch.full)
@@ -128,11 +128,7 @@ def _steps_to(state: CaptureState, node: Node) -> tuple[list[Node], dict[str, En
 
 def _operands(node: Node) -> list[Node]:
     """Of the lists that a foreach operation changes only what is needed itself."""
-    if not _is_foreach(node):
-        return node.all_input_nodes
-    found: list[Node] = []
-    map_arg((node.args[1:], node.kwargs), found.append)
-    return found
+    return nodes_in((node.args[1:], node.kwargs)) if _is_foreach(node) else node.all_input_nodes
 
 
 def _writers(node: Node) -> list[Node]:

@@ -14,14 +14,18 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import fx
-from torch.fx.node import map_arg
 
 from gradsplit.compile_core.capture.open_numbers.known_numbers import decision_by
 from gradsplit.compile_core.capture.open_numbers.open_floats import takes_open_floats, takes_probability
-from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import SymbolicNumber, compare_numbers
+from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import (
+    SymbolicNumber,
+    compare_numbers,
+    example_of,
+)
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.capture.values.view_copies import nodes_in
 from gradsplit.compile_core.ir.sources import Source
 
 # No power, difference or quotient that programs form of it is zero.
@@ -118,9 +122,7 @@ def check_scalars(state: CaptureState, target: Any, args: Any) -> None:
     """Refuse a number that the program has read where more than elements may depend on it, as ``arange``'s length."""
     if takes_open_floats(target) and not takes_probability(target):
         return
-    found: list[fx.Node] = []
-    map_arg(args, found.append)
-    for node in found:
+    for node in nodes_in(args):
         is_float = type(node.meta["example_value"]) is float and node not in state.graph.open_floats
         is_read = node.target == "item" and isinstance(node.meta["example_value"], (int, float))
         if (is_float or is_read) and not only_computes(state):
@@ -169,7 +171,10 @@ def compute_scalar(state: CaptureState, function: Any, operands: list[Value]) ->
     if function not in _OPERATIONS or not known:
         shown = ", ".join(operand.describe() for operand in operands)
         raise state.unsupported("data-dependent-value", f"{function.__name__} of {shown}")
-    examples = [_example_of(state, operand) for operand in operands]
+    examples = [
+        operand.example if isinstance(operand, ScalarValue) else example_of(state, operand)
+        for operand in operands
+    ]
     try:
         example = function(*examples)
         if type(example) is complex and _is_not_negative(state, operands[0]):
@@ -200,12 +205,3 @@ def _stays_open(state: CaptureState, function: Any, operand: Value) -> bool:
 
 def _is_open_float(operand: Value) -> bool:
     return isinstance(operand, SymbolicNumber) and operand.python_type() is float
-
-
-def _example_of(state: CaptureState, operand: Value) -> float | int:
-    if isinstance(operand, ScalarValue):
-        return operand.example
-    if isinstance(operand, SymbolicNumber) and _is_open_float(operand):
-        return operand.example(state)
-    assert isinstance(operand, ConstantValue)
-    return operand.value

@@ -197,7 +197,7 @@ class SymbolicFloat(SymbolicNumber):
         return self.form.format(*(_text(state, operand, names) for operand in self.operands))
 
     def example(self, state: CaptureState) -> float:
-        return self.function(*(_example(state, operand) for operand in self.operands))
+        return self.function(*(example_of(state, operand) for operand in self.operands))
 
     def sources(self, state: CaptureState) -> list[Source]:
         found = [
@@ -217,7 +217,8 @@ def _text(state: CaptureState, operand: ConstantValue, names: Names) -> str:
     return operand.text(state, names) if isinstance(operand, SymbolicNumber) else f"({operand.value!r})"
 
 
-def _example(state: CaptureState, operand: ConstantValue) -> Any:
+def example_of(state: CaptureState, operand: Any) -> Any:
+    """The number of this call, without any condition."""
     return operand.example(state) if isinstance(operand, SymbolicNumber) else operand.value
 
 
@@ -253,7 +254,7 @@ def binary_number(
     number = None
     is_known = any(isinstance(operand, SymbolicNumber) and operand.is_known for operand in (left, right))
     if is_known or (symbol == "**" and not _is_int(left)):
-        number = function(_example(state, left), _example(state, right))
+        number = function(example_of(state, left), example_of(state, right))
     elif symbol == "**":
         number = torch.sym_float(_number(left)) ** float(right.value)
     return _float_of(state, function, f"({{0}} {symbol} {{1}})", [left, right], number)
@@ -335,7 +336,7 @@ def compare_open(
         return ConstantValue(bool(function(left.value, right.value)))
     if _is_int(left) and _is_int(right):
         return condition_value(function(_number(left), _number(right)))
-    holds = bool(function(_example(state, left), _example(state, right)))
+    holds = bool(function(example_of(state, left), example_of(state, right)))
     sources = [
         source for side in (left, right) if isinstance(side, SymbolicNumber) for source in side.sources(state)
     ]

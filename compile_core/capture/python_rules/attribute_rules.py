@@ -11,12 +11,7 @@ from gradsplit.compile_core.capture.object_model.content import CONTENT_BASES, c
 from gradsplit.compile_core.capture.object_model.functions import BoundMethodValue
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue
 from gradsplit.compile_core.capture.values.base import CaptureState, SymbolicRaise, Value
-from gradsplit.compile_core.capture.values.call_rules import (
-    CALL_RULES,
-    answer_to,
-    answers,
-    call_rule,
-)
+from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, answer_to, answers, call_rule
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.containers import SequenceValue, sequence_fields
 

@@ -19,12 +19,7 @@ from gradsplit.compile_core.capture.open_numbers.conditions import ConditionValu
 from gradsplit.compile_core.capture.operations import texts
 from gradsplit.compile_core.capture.python_rules.builtin_methods import fill
 from gradsplit.compile_core.capture.values.base import NULL, CaptureState, Value
-from gradsplit.compile_core.capture.values.call_rules import (
-    answer_to,
-    answers,
-    call_rule,
-    rule_of_each,
-)
+from gradsplit.compile_core.capture.values.call_rules import answer_to, answers, call_rule, rule_of_each
 from gradsplit.compile_core.capture.values.constants import ConstantValue, fold
 from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue, SliceValue
 from gradsplit.compile_core.capture.values.mappings import DictValue, new_dict

@@ -17,12 +17,7 @@ from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import Symboli
 from gradsplit.compile_core.capture.operations import comparisons, operators
 from gradsplit.compile_core.capture.operations.special_methods import special_call
 from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, Value
-from gradsplit.compile_core.capture.values.call_rules import (
-    CALL_RULES,
-    answer_to,
-    answers,
-    rule_of_each,
-)
+from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, answer_to, answers, rule_of_each
 from gradsplit.compile_core.capture.values.constants import (
     ConstantValue,
     SequenceIterator,

@@ -136,22 +136,24 @@ def answer(state: CaptureState, function: Value, involved: list[Value], passed: 
             behind = (at for at, other in enumerate(order) if issubclass(cls, other.python_type()))
             order.insert(next(behind, len(order)), value)
     kinds = SequenceValue([state.wrap(value.python_type(), None) for value in order], tuple)
+
+    def ask(value: Value) -> Value | None:
+        asked = value.get_attribute(state, "__torch_function__")
+        result = asked.call(state, [function, kinds, *passed], {})
+        return None if result.python_type() is type(NotImplemented) else result
+
+    found = None
     if state.modes_see:
         innermost = state.function_modes.pop()
         try:
-            asked = innermost[0].get_attribute(state, "__torch_function__")
-            result = asked.call(state, [function, kinds, *passed], {})
+            found = ask(innermost[0])
         finally:
             state.function_modes.append(innermost)
-        if result.python_type() is not type(NotImplemented):
-            return result
     elif not order:
         return None
-    for value in order:
-        asked = value.get_attribute(state, "__torch_function__")
-        result = asked.call(state, [function, kinds, *passed], {})
-        if result.python_type() is not type(NotImplemented):
-            return result
+    found = found or next(filter(None, map(ask, order)), None)
+    if found is not None:
+        return found
     raise state.unsupported("torch-function", f"nobody who is asked implements {function.describe()}")
 
 
@@ -186,9 +188,6 @@ class _Disabled(ModeValue):
     def leave(self, state: CaptureState) -> None:
         state.functions_disabled -= 1
         state.entered_modes.remove(self)
-
-    def rebuild(self, writer: Any) -> str:
-        return writer.bind(f"{writer.constant(self.cls)}()")
 
 
 answer_to(DisableTorchFunctionSubclass)(lambda state: _Disabled())

@@ -21,9 +21,10 @@ from gradsplit.compile_core.torch_facts.torch_switches import SWITCHES
 
 
 class ModeValue(MethodOwner):
-    """A context manager of torch."""
+    """A context manager of torch; one that is entered where the graph ends is made anew, of its ``arguments``."""
 
     cls: type
+    arguments: tuple[Any, ...] = ()
     is_unseen = False
 
     def do___enter__(self, state: CaptureState) -> Value:
@@ -41,10 +42,14 @@ class ModeValue(MethodOwner):
         return state.wrap(autocast_decorator, None).call(state, [self, *args], kwargs)
 
     def enter(self, state: CaptureState) -> None:
-        raise NotImplementedError
+        state.entered_modes.append(self)
 
     def leave(self, state: CaptureState) -> None:
-        raise NotImplementedError
+        state.entered_modes.remove(self)
+
+    def rebuild(self, writer: Any) -> str:
+        shown = ", ".join(map(writer.constant, self.arguments))
+        return writer.bind(f"{writer.constant(self.cls)}({shown})")
 
 
 def set_grad_mode(state: CaptureState, enabled: bool) -> None:
@@ -164,8 +169,7 @@ class AutocastMode(ModeValue):
     def rebuild(self, writer: SourceWriter) -> str:
         if self.made_before is not None:
             return writer.emit(self.made_before)  # type: ignore[attr-defined]
-        arguments = ", ".join(writer.constant(argument) for argument in self.arguments)
-        return writer.bind(f"{writer.constant(torch.autocast)}({arguments})")
+        return super().rebuild(writer)
 
 
 class DefaultDevice(ModeValue):

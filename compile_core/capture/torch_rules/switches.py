@@ -12,12 +12,7 @@ import torch
 
 from gradsplit.compile_core.capture.torch_rules.modes import ModeValue
 from gradsplit.compile_core.capture.values.base import CaptureState, Value, constants_of
-from gradsplit.compile_core.capture.values.call_rules import (
-    answer_to,
-    answers,
-    rule_of_each,
-)
-from gradsplit.compile_core.ir.source_writer import SourceWriter
+from gradsplit.compile_core.capture.values.call_rules import answer_to, answers, rule_of_each
 from gradsplit.compile_core.torch_facts.autograd_engine import (
     allow_saved_tensors_hooks,
     push_saved_tensors_hooks,
@@ -103,6 +98,7 @@ class InferenceMode(ModeValue):
     """What ``torch.inference_mode()`` enters: the capture only turns gradients off, the graph enters it itself."""
 
     cls = InferenceModeGuard
+    arguments = (True,)
 
     def enter(self, state: CaptureState) -> None:
         self._before = torch.is_grad_enabled(), state.inference_mode
@@ -117,9 +113,6 @@ class InferenceMode(ModeValue):
         grad_enabled, state.inference_mode = self._before
         set_grad_enabled(grad_enabled)
         state.add_scalar_node("call_function", exit_inference_mode, (self._node,), None)
-
-    def rebuild(self, writer: SourceWriter) -> str:
-        return writer.bind(f"{writer.constant(InferenceModeGuard)}(True)")
 
 
 @answer_to(InferenceModeGuard)

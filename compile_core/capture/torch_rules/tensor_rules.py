@@ -12,7 +12,7 @@ from torch.nn.functional import one_hot
 
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.call_rules import answer_to, call_rule, rule_of_each
-from gradsplit.compile_core.capture.values.constants import ConstantValue, is_none
+from gradsplit.compile_core.capture.values.constants import ConstantValue, as_value, is_none
 from gradsplit.compile_core.capture.values.tensors import (
     METHOD_RULES,
     TensorValue,
@@ -177,15 +177,12 @@ def _as_strided_function(state: CaptureState, args: list[Value], kwargs: dict[st
     return state.call_tensor_op("call_function", torch.as_strided, args, kwargs)
 
 
-@method_rule("__getitem__")
-def _get_item(state: CaptureState, tensor: TensorValue, key: Value) -> Value:
-    return tensor.get_item(state, key)
-
-
-@method_rule("__setitem__")
-def _set_item(state: CaptureState, tensor: TensorValue, key: Value, value: Value) -> Value:
-    tensor.set_item(state, key, value)
-    return ConstantValue(None)
+METHOD_RULES.update(
+    {
+        "__getitem__": lambda state, tensor, key: tensor.get_item(state, key),
+        "__setitem__": lambda state, tensor, key, value: as_value(tensor.set_item(state, key, value)),
+    }
+)
 
 
 @rule_of_each(

@@ -136,11 +136,8 @@ _STATE_QUERIES = (
 CALL_RULES.update({function: fold_rule(function) for function in (*_PURE, *_STATE_QUERIES)})
 
 
-for _function in (
-    is_scripting,
-    *(getattr(torch.jit, name) for name in ("is_scripting", "is_tracing")),
-):
-    answer_to(_function)(lambda state, *args, **kwargs: False)
+_OF_SCRIPTS = (is_scripting, *(getattr(torch.jit, name) for name in ("is_scripting", "is_tracing")))
+answer_to(*_OF_SCRIPTS)(lambda state, *args, **kwargs: False)
 
 # Calls under such a mode run as plain Python.
 answer_to(number_of_dispatch_modes)(lambda state: 0)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from gradsplit.compile_core.capture.values.base import CaptureState
 from gradsplit.compile_core.errors import Unsupported
@@ -100,3 +101,10 @@ def version_of(node: Node) -> int:
 
 def memory_of(node: Node) -> int:
     return int(node.meta["example_value"].untyped_storage()._cdata)
+
+
+def nodes_in(arguments: Any) -> list[Node]:
+    """The nodes among the arguments of a node, as often as they are."""
+    found: list[Node] = []
+    map_arg(arguments, found.append)
+    return found
