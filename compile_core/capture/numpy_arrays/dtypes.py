@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.fx import Node
+from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from gradsplit.compile_core.capture.values.base import CaptureState

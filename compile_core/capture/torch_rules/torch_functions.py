@@ -86,12 +86,16 @@ def _call_method(name: str, state: CaptureState, args: list[Value], kwargs: dict
     return owner.call_method(state, name, rest, kwargs)
 
 
+# Operators by name, as ``torch.ops.aten.add`` and ``torch.ops.aten.add.Tensor``, and those that a program registered.
+_OPERATORS = (torch._ops.OpOverloadPacket, torch._ops.OpOverload)
+
+
 def find_torch_rule(function: Any) -> CallRule | None:
     """The rule of a torch callable, None where there is none."""
     described = getattr(function, "__self__", None)
     if isinstance(function, types.MethodWrapperType) and isinstance(described, types.GetSetDescriptorType):
         return _ATTRIBUTE_RULES[function.__name__](described.__name__)
-    if is_tensor_function(function):
+    if is_tensor_function(function) or isinstance(function, _OPERATORS):
         return tensor_function_rule(function)
     if isinstance(function, (types.MethodDescriptorType, types.WrapperDescriptorType)):
         owner = function.__objclass__
