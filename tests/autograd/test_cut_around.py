@@ -124,3 +124,18 @@ def test_a_graph_that_fails_in_a_later_stage_stays_whole(
     x, _ = given()
     gradsplit.compile(lambda x: x.sin().cos().sum())(x).backward()
     assert list(plain) == ["a graph runs with torch's own kernels"]
+
+
+def test_gradients_that_a_graph_asks_for_are_not_cut_from_what_they_are_of(plain: list[str]) -> None:
+    """There is no place for a cut, and the search for one ends. A heaviside has no gradient, which is not asked for."""
+
+    def program(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        step = torch.heaviside(x, y).neg_()
+        (gradient,) = torch.autograd.grad(step.sin().sum(), [step])
+        return step, gradient
+
+    x, y = (torch.randn(5, requires_grad=True) for _ in range(2))
+    found = gradsplit.compile(program)(x, y)
+    assert len([*plain]) == 1
+    for one, other in zip(found, program(x, y), strict=True):
+        torch.testing.assert_close(one, other)

@@ -169,6 +169,15 @@ def test_normalised_rows_of_large_numbers(count: int, large: float) -> None:
     torch.testing.assert_close(decomposed(program)(x), program(x), equal_nan=True)
 
 
+def test_zeros_of_normalised_rows_have_their_sign() -> None:
+    """Torch's kernel for CPUs adds a bias where there is none, too, and 0.0 - 0.0 is 0.0."""
+    x = torch.full((2, 5), 3.0)
+    for bias in (None, torch.zeros(5), -torch.zeros(5)):
+        expected = F.layer_norm(x, (5,), -torch.ones(5), bias)
+        found = gradsplit.compile(F.layer_norm)(x, (5,), -torch.ones(5), bias)
+        assert torch.equal(found.signbit(), expected.signbit())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_powers_of_two_add_up_as_in_the_kernel(dtype: torch.dtype) -> None:
     """It rounds once after a product and a sum, so that two halves are not exactly one."""

@@ -105,6 +105,7 @@ def test_a_replay_draws_after_the_capture_has_set_where_from(gpu: Gpu, fails: bo
 @pytest.mark.gpu
 def test_a_replay_draws_what_the_program_would(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", 0)
+    x = torch.zeros(8, device=device)
     recorder = CudaRecorder(device)
 
     def drawn_late(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -115,7 +116,6 @@ def test_a_replay_draws_what_the_program_would(monkeypatch: pytest.MonkeyPatch) 
         torch.manual_seed(7)
         torch.rand(8, device=device)
 
-    x = torch.zeros(8, device=device)
     begin()
     (expected,) = drawn_late([x])
     emptied, stream = torch.cuda.empty_cache, torch.cuda.Stream(device)

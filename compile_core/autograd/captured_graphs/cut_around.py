@@ -72,7 +72,9 @@ def _pieces(
         if not kinds.isdisjoint(map(_kind, points.nodes[before:after])):
             begins |= {before, after}
     begins -= {0, count}
-    return cut(sorted(begins)) if begins else []
+    pieces = cut(sorted(begins)) if begins else []
+    # One piece is the graph itself: gradients that it asks for are of one piece with what they are of.
+    return pieces if len(pieces) > 1 else []
 
 
 def _kind(node: Node) -> tuple[str, Any]:
