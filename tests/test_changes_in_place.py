@@ -338,3 +338,30 @@ def test_a_new_result_given_as_out_lies_as_the_kernel_lays_it() -> None:
 
     x, y = torch.randn(3, 4).t(), torch.randn(3, 4).t()
     torch.testing.assert_close(gradsplit.compile(divided)(x, y), divided(x, y), check_stride=True)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", None])
+def test_random_numbers_fill_a_result_given_as_out_as_it_lies_in_memory(backend: str | None) -> None:
+    def program(x: Tensor) -> Tensor:
+        out = torch.empty(3, 3).mT
+        return torch.matmul(x, x, out=out).clone().normal_()
+
+    chosen: dict[str, Any] = {"backend": backend} if backend else {"options": {"fallback_random": True}}
+    x, found = torch.randn(3, 3), []
+    for call in (program, gradsplit.compile(program, **chosen)):
+        torch.manual_seed(0)
+        found.append(call(x))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", None])
+def test_a_view_is_resized_in_the_memory_of_what_it_is_of(backend: str | None) -> None:
+    """Of a view that leaves a graph nothing but its elements is computed."""
+
+    def program(x: Tensor) -> Tensor:
+        column = (x * 2)[:, 0]
+        return column.resize_(2, 1)
+
+    chosen: dict[str, Any] = {"backend": backend} if backend else {}
+    x = torch.arange(8.0).view(2, 4)
+    assert torch.equal(gradsplit.compile(program, **chosen)(x), program(x))

@@ -37,6 +37,7 @@ from gradsplit.compile_core.capture.torch_rules.gradient_calls import REQUIRED_O
 from gradsplit.compile_core.capture.torch_rules.modes import restore_modes
 from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, PlainCall, SymbolicRaise
 from gradsplit.compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.capture.values.tensors import MEMORY_OF_A_VIEW
 from gradsplit.compile_core.capture.wrap import wrap_cell
 from gradsplit.compile_core.errors import CompileError, Unsupported
 from gradsplit.compile_core.guard_checks.check import compile_check
@@ -171,7 +172,7 @@ def _whole_or_without_data(call: _Call) -> tuple[CapturedFrame, int | None]:
 
 
 # The frame runs as plain Python: a callee that recurs would be captured as deep, and so on.
-_OF_THE_WHOLE_FRAME = frozenset(["recursion", RESIZED_WITH_HISTORY])
+_OF_THE_WHOLE_FRAME = frozenset(["recursion", RESIZED_WITH_HISTORY, MEMORY_OF_A_VIEW])
 
 
 @dataclass(frozen=True)

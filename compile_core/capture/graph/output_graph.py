@@ -420,8 +420,8 @@ def _as_given(arguments: Any) -> Any:
 
 def _refuse_unlike_out(function: Any, out: list[fx.Node], arguments: Any, keywords: Any) -> None:
     """An ``out=`` of another dtype changes what is computed (a sum is of elements cast to it), or is refused by some
-    operators; fake tensors take no notice of either. One of another size is resized, which no graph does to what shares
-    its memory with something.
+    operators; fake tensors take no notice of either. A trace would forget how it lies in memory. One of another size is
+    resized, which no graph does to what shares its memory with something.
 
     A new one without elements may be: the result takes its place. Fake tensors then lie in row-major order, kernels as
     the result does, as a rule.
@@ -449,16 +449,21 @@ def _refuse_unlike_out(function: Any, out: list[fx.Node], arguments: Any, keywor
             "a result given as out= is resized",
             "give one of the result's size, or an empty one",
         )
-    if any(result.dtype != tensor.dtype for result, tensor in zip(results, given, strict=False)):
+    if any(_is_of_another_kind(result, tensor) for result, tensor in zip(results, given, strict=False)):
         raise Unsupported(
-            "out-of-other-dtype",
-            "a result given as out= has another dtype than what is computed",
-            "give one of the result's dtype, and cast it afterwards",
+            "out-of-other-kind",
+            "a result given as out= has another dtype, or lies otherwise in memory, than what is computed",
+            "give one that is as the result is, and cast or copy it afterwards",
         )
 
 
+def _is_of_another_kind(result: torch.Tensor, out: torch.Tensor) -> bool:
+    differ = any(n != 1 and a != b for n, a, b in zip(out.shape, out.stride(), result.stride(), strict=False))
+    return result.dtype != out.dtype or (result.shape == out.shape and differ)
+
+
 def _shown(target: Any) -> str:
-    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+    return getattr(target, "__name__", str(target))
 
 
 def _fake_of(node: fx.Node) -> Any:

@@ -48,6 +48,10 @@ _DENIED_METHODS = frozenset(
     ]
 )
 
+# What reads memory beside a view's elements: of a view that a graph returns nothing else is computed.
+MEMORY_OF_A_VIEW = "memory-of-a-view"
+_READ_MEMORY = frozenset(["resize_", "resize_as_", "as_strided_", "storage", "untyped_storage"])
+
 
 def refuse_unseen(state: CaptureState, what: object) -> None:
     """Where a mode of the program would see more, or other, calls than the capture makes."""
@@ -184,8 +188,9 @@ class TensorValue(Value):
             if found is not None:
                 return found
         if name in _DENIED_METHODS or (name.startswith("__") and name not in _OPERATORS):
+            is_of_view = name in _READ_MEMORY and self.source is None and self.fake._is_view()
             raise state.unsupported(
-                "tensor-method",
+                MEMORY_OF_A_VIEW if is_of_view else "tensor-method",
                 f"no rule for the method {name!r} of {self.describe()}",
                 "keep data-dependent Python values and autograd bookkeeping out of the compiled function",
             )
