@@ -144,10 +144,10 @@ def _native_layer_norm(
     result = centered * rstd
     if weight is not None:
         result = result * weight
+        if bias is None and input.device.type == "cpu":  # eager adds zeros there: no result is -0.0
+            result = result + 0.0
     if bias is not None:
         result = result + bias
-    elif input.device.type == "cpu":  # which adds one of zeros there: no result is -0.0
-        result = result + 0.0
     if input.device.type == "cpu":  # eager keeps the statistics in the input's dtype there
         mean, rstd = mean.to(input.dtype), rstd.to(input.dtype)
     return result.to(input.dtype), mean, rstd
