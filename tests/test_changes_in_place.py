@@ -365,3 +365,19 @@ def test_a_view_is_resized_in_the_memory_of_what_it_is_of(backend: str | None) -
     chosen: dict[str, Any] = {"backend": backend} if backend else {}
     x = torch.arange(8.0).view(2, 4)
     assert torch.equal(gradsplit.compile(program, **chosen)(x), program(x))
+
+
+def test_a_view_of_a_leaf_that_is_changed_unseen_has_no_history() -> None:
+    """Plain PyTorch raises where somebody asks for the history, which the program itself does not."""
+
+    def program(x: Tensor) -> Tensor:
+        view, other = x.squeeze(0), x.detach()
+        other.data.mul_(2)
+        other.mul_(0.5)
+        return view
+
+    found = []
+    for call in (program, gradsplit.compile(program)):
+        x = torch.arange(12.0).view(2, 6)[:, ::2].requires_grad_()
+        found.append(call(x).detach())
+    assert torch.equal(*found)

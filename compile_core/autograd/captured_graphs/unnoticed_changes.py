@@ -52,7 +52,10 @@ def refuse_changes_of_what_is_saved(module: GraphModule) -> None:
 
 def _saved_memories(roots: Iterable[torch.Tensor]) -> set[int] | None:
     """``None`` where that is not to be known."""
-    nodes: list[Any] = [root.grad_fn for root in roots]
+    try:
+        nodes: list[Any] = [root.grad_fn for root in roots]
+    except RuntimeError:  # of a view of a leaf that was changed otherwise: autograd gives it no history
+        return None
     seen: set[Any] = {None}
     memories: set[int] = set()
     while nodes:
