@@ -49,8 +49,8 @@ def is_loop_dtype(dtype: torch.dtype) -> bool:
     return dtype in _LOOP_DTYPES
 
 
-def is_power_of_two(divisor: float) -> bool:
-    """Whether a quotient is, bit for bit, the product with the inverse: neither rounds, or both as the same number."""
+def _has_exact_inverse(divisor: float) -> bool:
+    """Whether a quotient is, bit for bit, the product with the inverse, as of a power of two: both round alike."""
     fraction, exponent = math.frexp(divisor)
     return abs(fraction) == 0.5 and abs(exponent) < _LARGEST_EXPONENT
 
@@ -229,7 +229,7 @@ class BodyBuilder:
                 # A float64's quotient, rounded to float32, is that of float32.
                 quotients = (self.constant(number / known[1], dtype) for number in (1.0, 0.0))
                 return self.apply("where", (condition, *quotients), dtype)
-            if is_power_of_two(known[1]):
+            if _has_exact_inverse(known[1]):
                 return self.apply("mul", (arguments[0], self.constant(1.0 / known[1], dtype)), dtype)
         if any(value is None for value in known):
             return None

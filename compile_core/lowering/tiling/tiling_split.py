@@ -40,7 +40,7 @@ from gradsplit.compile_core.lowering.tiling.one_walk_variances import (
     sum_beside,
 )
 from gradsplit.compile_core.lowering.tiling.tiling_rounds import has_several_rounds, split_rounds
-from gradsplit.compile_core.lowering.tiling.tiling_triton import tile_for_gpu
+from gradsplit.compile_core.lowering.tiling.tiling_triton import GpuTiling, tile_for_gpu
 
 _ENOUGH_PROGRAMS = 128
 # Programs enough for all processors; more of them where each still has this much to do: measured on column sums, alone
@@ -117,13 +117,15 @@ def _leaves_processors_idle(nest: LoopNest) -> bool:
 
 
 def _has_few_programs(nest: LoopNest) -> bool:
+    if prod(nest.extents) < _LEAST_POINTS:
+        return False
+    tile = tile_for_gpu(nest)
     # Programs that have one row at a time have little on its way from memory.
-    enough = _LEAST_PROGRAMS if tile_for_gpu(nest).r_block == 1 else _ENOUGH_PROGRAMS
-    return prod(nest.extents) >= _LEAST_POINTS and _programs(nest) < enough
+    return _programs(nest, tile) < (_LEAST_PROGRAMS if tile.r_block == 1 else _ENOUGH_PROGRAMS)
 
 
-def _programs(nest: LoopNest) -> int:
-    return -(-prod(nest.extents[: parallel_axes(nest)]) // tile_for_gpu(nest).x_block)
+def _programs(nest: LoopNest, tile: GpuTiling) -> int:
+    return -(-prod(nest.extents[: parallel_axes(nest)]) // tile.x_block)
 
 
 def _overwrites_what_it_reads(nest: LoopNest) -> bool:
@@ -151,7 +153,7 @@ def _wanted_chunks(nest: LoopNest) -> tuple[int, int]:
     longest = nest.extents[parallel]
     most = min(longest, longest * prod(nest.extents[parallel + 1 :]) // _SHORTEST_CHUNK)
     programs = max(_LEAST_PROGRAMS, min(_MOST_PROGRAMS, prod(nest.extents) // _POINTS_OF_A_PROGRAM))
-    return most, min(most, -(-programs // _programs(nest)))
+    return most, min(most, -(-programs // _programs(nest, tile_for_gpu(nest))))
 
 
 def _exact_chunks(nest: LoopNest) -> list[int]:
