@@ -356,6 +356,11 @@ def test_changed_metadata(change):
     unsupported("metadata-mutation", lambda x: (change(x) * 2,), torch.randn(2, 3))
 
 
+def test_changed_history_alone():
+    """A vector is as before, but autograd has one more view to go back through."""
+    unsupported("metadata-mutation", lambda x: (x.swapdims_(0, -1) * 2,), leaf(3) * 2)
+
+
 def test_sparse_input():
     unsupported("layout", lambda x: x * 2, torch.eye(3).to_sparse())
 
