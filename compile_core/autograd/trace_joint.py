@@ -230,7 +230,9 @@ def _trace(
     graph = keep_layouts(graph, convention.specs)
     output_of = {position: num_results + k for k, position in enumerate(mutated)}
     if not output_of.keys() >= set(rebound):
-        explanation = "the program gives an input another history in autograd and leaves its values as they are"
+        explanation = (
+            "the program gives an input another history in autograd and leaves its values as they are"
+        )
         raise Unsupported("metadata-mutation", explanation)
     seeds_of = tuple(output_of[position] for position in rebound)
     signature = GraphSignature(

@@ -342,6 +342,15 @@ def gradient_of_unread_alone(compile):
     return grad(result.sum(), [x], allow_unused=True)
 
 
+def changed_behind_constant_gradients(compile):
+    """The gradient of ``y`` is zeros whatever arrives; where nothing does, what they are like may have been changed."""
+    f, x, y = compile(lambda x, y: (y.pow(0.0), x.sin() * x)), leaf(3), leaf(3)
+    changed = y * 1
+    result = f(x, changed)[1]
+    changed.mul_(2)
+    return grad(result.sum(), [x, y], allow_unused=True)
+
+
 def hooks_of_unread(compile):
     """No gradient leads to a leaf, whose hook is not called."""
     f, x, y, calls = compile(lambda x, y: (x.sin(), x == y)), leaf(3), leaf(3), []
@@ -361,6 +370,7 @@ def hooks_of_unread(compile):
         hooks,
         hooks_of_unread,
         gradient_of_unread_alone,
+        changed_behind_constant_gradients,
     ],
 )
 def test_what_is_seen_of_absent_gradients(scenario, backend):

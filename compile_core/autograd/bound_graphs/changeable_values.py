@@ -72,7 +72,10 @@ class ChangeableValues:
         assert backward is not None
         inputs = graph_inputs(backward)
         tangents = [node.name for node in inputs[len(self.graph.saved) :]]
-        matter = inputs_that_matter(backward.graph, tangents[: len(self.graph.signature.tangents)], absent)
+        signature = self.graph.signature
+        matter = inputs_that_matter(
+            backward.graph, tangents[: len(signature.tangents)], signature.gradient_tangents, absent
+        )
         versions, layouts = noted
         version_of = dict(zip(self.watched, versions, strict=True))
         found: list[torch.Tensor | None] = []

@@ -36,6 +36,7 @@ class IndependentResults:
         graph: the backward.
         tangents: the names of its placeholders for them.
         tensors: of those for the saved tensors.
+        defined_by: the sources of each gradient.
     """
 
     groups: dict[Sources, frozenset[int]]
@@ -43,6 +44,7 @@ class IndependentResults:
     graph: Graph
     tangents: tuple[str, ...]
     tensors: tuple[str, ...]
+    defined_by: tuple[Sources, ...]
 
     @staticmethod
     def of(graph: PartitionedGraph) -> IndependentResults | None:
@@ -81,13 +83,14 @@ class IndependentResults:
             backward.graph,
             tuple(tangents),
             tuple(node.name for node in tensors),
+            graph.signature.gradient_tangents,
         )
         found.groups.update((group, found.read_without(every & ~group)) for group in set(group_of))
         return found
 
     def read_without(self, absent: Sources) -> frozenset[int]:
         """The positions of what gradients read that depend on more than the ``absent`` tangents."""
-        names = inputs_that_matter(self.graph, self.tangents, absent)
+        names = inputs_that_matter(self.graph, self.tangents, self.defined_by, absent)
         return frozenset(k for k, name in enumerate(self.tensors) if name in names)
 
     def may_keep(self, absent: Sources) -> bool:

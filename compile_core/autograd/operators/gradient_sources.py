@@ -70,10 +70,22 @@ def _any_of(found: Mapping[Node, Sources], values: Iterable[Node]) -> Sources:
     return functools.reduce(operator.or_, (found[value] for value in values), 0)
 
 
-def inputs_that_matter(graph: Graph, tangents: Sequence[str], absent: Sources) -> set[str]:
-    """The placeholders that any gradient is computed from which depends on more than the absent tangents."""
-    sources = gradient_sources(graph, tangents)
-    nothing = {node for node, of in sources.items() if of and is_within(of, absent)}
+def inputs_that_matter(
+    graph: Graph, tangents: Sequence[str], defined_by: Sequence[Sources], absent: Sources
+) -> set[str]:
+    """The placeholders that any gradient is computed from which depends on more than the absent tangents.
+
+    Args:
+        defined_by: the sources of each gradient, also of one that is the same number for all tangents.
+        absent: positions of tangents, to which the engine does not come, as a bit set.
+    """
+
+    def is_nothing(sources: Sources) -> bool:
+        return bool(sources) and is_within(sources, missing_sources(absent, absent, len(tangents)))
+
+    nothing = {node for node, sources in gradient_sources(graph, tangents).items() if is_nothing(sources)}
     (output,) = graph.find_nodes(op="output")
-    results: Any = [node for node in output.args[0] if node is not None and node not in nothing]
-    return {node.name for node in ancestors(results, nothing) if node.op == "placeholder"}
+    gradients: Any = zip(output.args[0], defined_by, strict=True)
+    results = [node for node, sources in gradients if node is not None and not is_nothing(sources)]
+    found = ancestors((node for node in results if node not in nothing), nothing)
+    return {node.name for node in found if node.op == "placeholder"}
