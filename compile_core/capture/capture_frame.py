@@ -21,6 +21,7 @@ from gradsplit.compile_core.capture.frames.frame import BreakRequested, Frame
 from gradsplit.compile_core.capture.graph.fake_inputs import has_layout
 from gradsplit.compile_core.capture.graph.output_graph import RESIZED_WITH_HISTORY, InputRecord
 from gradsplit.compile_core.capture.graph_breaks import BreakWriter, enter
+from gradsplit.compile_core.capture.object_model.classes import FINALIZER
 from gradsplit.compile_core.capture.object_model.functions import FunctionValue
 from gradsplit.compile_core.capture.object_model.modules import ModuleValue
 from gradsplit.compile_core.capture.open_numbers.size_history import SizeHistory
@@ -171,8 +172,12 @@ def _whole_or_without_data(call: _Call) -> tuple[CapturedFrame, int | None]:
     return _attempt(call, None, None)
 
 
+# Python would run code of it when it is dropped, which is later where the frame's rest is a call of its own.
+_DROPPED_GENERATOR = "dropped-generator"
 # The frame runs as plain Python: a callee that recurs would be captured as deep, and so on.
-_OF_THE_WHOLE_FRAME = frozenset(["recursion", RESIZED_WITH_HISTORY, MEMORY_OF_A_VIEW])
+_OF_THE_WHOLE_FRAME = frozenset(
+    ["recursion", RESIZED_WITH_HISTORY, MEMORY_OF_A_VIEW, _DROPPED_GENERATOR, FINALIZER]
+)
 
 
 @dataclass(frozen=True)
@@ -344,7 +349,7 @@ def _finish(
 
 def _check_generators(state: Capture) -> None:
     if any(generator.has_unfinished_blocks for generator in state.generators):
-        raise state.unsupported("dropped-generator", "a generator is dropped inside a try or with block")
+        raise state.unsupported(_DROPPED_GENERATOR, "a generator is dropped inside a try or with block")
 
 
 def _guard_distinct(state: CaptureState) -> None:

@@ -78,6 +78,45 @@ def test_a_dropped_generator_of_another_runs_no_code():
     assert gradsplit.compile(program, backend="eager", fullgraph=True)(torch.ones(1)).item() == 3
 
 
+class Closing:
+    """Says when it is dropped."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def __del__(self):
+        self.log.append("dropped")
+
+
+def closing(log):
+    try:
+        yield 1
+        yield 2
+    finally:
+        log.append("dropped")
+
+
+def delegating_to_closing(log):
+    yield from closing(log)
+
+
+@pytest.mark.parametrize("make", [Closing, closing, delegating_to_closing], ids=["object", "own", "another"])
+def test_what_is_dropped_runs_its_code_then(make):
+    """Where that is nothing tells in a capture, so the frame runs as plain Python."""
+
+    def program(x, log):
+        held = make(log)
+        log.append(next(held, None) if isinstance(held, types.GeneratorType) else 0)
+        del held
+        log.append("after")
+        return x + 1
+
+    plain, compiled = [], []
+    program(torch.ones(1), plain)
+    gradsplit.compile(program, backend="eager")(torch.ones(1), compiled)
+    assert compiled == plain
+
+
 def test_a_dropped_generator_runs_no_code():
     """``Sequence.__iter__`` stands in a try block, whose except clause does not take GeneratorExit."""
 

@@ -77,6 +77,17 @@ def what_it_raises(function):
 
 
 @program
+def pairs_that_are_none(x, n):
+    texts = []
+    for pairs in ([(1, 2), n], [(1, 2, n)], ["ab", ""], [(n,)]):
+        try:
+            texts.append(dict(pairs))
+        except (TypeError, ValueError) as error:
+            texts.append(str(error))
+    return x, texts
+
+
+@program
 def what_methods_of_lists_raise(x, n):
     return x, [
         what_it_raises(lambda: [1].insert("a", 2)),

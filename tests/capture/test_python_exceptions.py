@@ -38,12 +38,30 @@ class Plain(KeyError):
     pass
 
 
+class Coded(ValueError):
+    def __init__(self, code, *more, **named):
+        super().__init__(code, *more, **named)
+        self.code = code
+
+
 @program
 def custom_attributes(x, n):
     try:
         raise Problem(n, detail="d")
     except Problem as problem:
         return x + problem.code, problem.detail, problem.args, str(problem), problem.doubled, f"{problem}"
+
+
+@program
+def initializers_of_builtin_exceptions(x, n):
+    try:
+        raise Coded(n, "more")
+    except ValueError as error:
+        made = error.code, error.args, repr(error), str(Coded(n))
+    try:
+        Coded(n, name=3)
+    except TypeError as error:
+        return x + n, made, str(error)
 
 
 @program

@@ -9,6 +9,7 @@ import operator
 import pytest
 import torch
 
+import gradsplit
 from tests.capture.compare_runs import Programs, check_program
 
 program = Programs()
@@ -320,3 +321,13 @@ def test_an_iterator_that_comes_in_is_advanced():
         except TypeError:
             pass
         assert len(list(it)) == 2
+
+
+@pytest.mark.parametrize("items", [[1, 2], (1, 2)], ids=["list", "tuple"])
+def test_an_ended_iterator_is_of_its_class(items):
+    def sums(x, items):
+        iterator = iter(items)
+        return x + sum(iterator), iterator
+
+    found = gradsplit.compile(sums, backend="eager", fullgraph=True)(torch.ones(1), items)[1]
+    assert type(found) is type(iter(items)) and list(found) == []

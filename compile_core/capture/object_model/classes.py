@@ -45,6 +45,8 @@ from gradsplit.compile_core.ir.wrapper_edges import call_of_class
 from gradsplit.compile_core.torch_facts.wrapper_tensors import is_wrapper_class
 
 # Where torch takes a dtype it takes these classes of Python too.
+# Of objects that run code when they are dropped; nothing in a capture tells when that is.
+FINALIZER = "finalizer"
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
@@ -204,6 +206,8 @@ def new_instance(state: CaptureState, cls: type, args: list[Value], kwargs: dict
     base = content_base(cls)
     if base is None and not is_plain_layout(cls):
         raise state.unsupported("class-call", f"no rule to make an object of {cls.__qualname__}")
+    if hasattr(cls, "__del__"):
+        raise state.unsupported(FINALIZER, f"an object of {cls.__qualname__} runs __del__ when it is dropped")
     if getattr(cls, "__abstractmethods__", None):
         fold(state, lambda: object.__new__(cls), [], {})  # raises, in Python's own words
     if issubclass(cls, torch.nn.Module) and base is None:

@@ -6,6 +6,7 @@ was raised, is not captured.
 
 from __future__ import annotations
 
+import builtins
 import sys
 import types
 from collections.abc import Callable
@@ -163,12 +164,18 @@ def make_exception(
     return made
 
 
-# ... and those that the interpreter fills with names that a symbolic exception does not know.
-_TAKE_NAMES = (ImportError, AttributeError, NameError)
-
-
-# Classes of Python whose initializers keep more than the arguments.
+# Classes of Python whose initializers keep more than the arguments, ...
 _KEEP_MORE = (OSError, ImportError, UnicodeError, SyntaxError, BaseExceptionGroup)
+# ... those that the interpreter fills with names that a symbolic exception does not know, ...
+_TAKE_NAMES = (ImportError, AttributeError, NameError)
+# ... and all others.
+KEEP_ARGUMENTS = [
+    cls
+    for cls in vars(builtins).values()
+    if isinstance(cls, type)
+    and issubclass(cls, BaseException)
+    and not issubclass(cls, (*_KEEP_MORE, *_TAKE_NAMES))
+]
 
 
 def raised_during(state: CaptureState, value: Value, handled: Value | None) -> None:

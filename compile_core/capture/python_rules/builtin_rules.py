@@ -9,7 +9,7 @@ from typing import Any
 from gradsplit.compile_core.capture.frames.frame import Frame
 from gradsplit.compile_core.capture.object_model.class_entries import find_class_entry
 from gradsplit.compile_core.capture.object_model.classes import ClassValue, SuperValue
-from gradsplit.compile_core.capture.object_model.exceptions import ExceptionValue
+from gradsplit.compile_core.capture.object_model.exceptions import KEEP_ARGUMENTS, ExceptionValue
 from gradsplit.compile_core.capture.object_model.existing_objects import CallableReferenceValue
 from gradsplit.compile_core.capture.object_model.functions import BoundMethodValue, FunctionValue
 from gradsplit.compile_core.capture.object_model.made_classes import make_by_type
@@ -86,9 +86,11 @@ def _callable(state: CaptureState, value: Value) -> Any:
     raise state.unsupported("call-of-builtin", f"callable() of {value.describe()}")
 
 
-@call_rule(object.__init__, BaseException.__init__, Exception.__init__)
+@call_rule(object.__init__, *(cls.__init__ for cls in KEEP_ARGUMENTS))
 def _object_init(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     if isinstance(args[0], ExceptionValue):
+        if kwargs:
+            raise state.raise_exception(TypeError, f"{args[0].cls.__name__}() takes no keyword arguments")
         args[0].args = args[1:]
     elif len(args) != 1 or kwargs:
         raise state.raise_exception(TypeError, "object.__init__() takes exactly one argument")

@@ -217,7 +217,7 @@ class MethodOwner(Value):
             raise state.unsupported("method-form", shown) from error
 
 
-TUPLE_ITERATOR = type(iter(()))
+LIST_ITERATOR, TUPLE_ITERATOR = type(iter([])), type(iter(()))
 
 
 class IteratorValue(Value):
@@ -252,7 +252,10 @@ class SequenceIterator(IteratorValue):
 
     def rebuild(self, writer: Any) -> str | None:
         if self.live_list is None:
-            return writer.made(iter, tuple(self.items[self.index :]))
+            is_of_list = self.cls is LIST_ITERATOR  # which has ended
+            return (
+                writer.bind("iter([])") if is_of_list else writer.made(iter, tuple(self.items[self.index :]))
+            )
         name = writer.bind(f"iter({writer.emit(self.live_list)})")
         # The list may be longer once the effects are stored, and the position is cut off at its end.
         writer.late.append(f"{name}.__setstate__({self.index})")

@@ -11,6 +11,7 @@ import torch
 
 from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, Value
 from gradsplit.compile_core.capture.values.constants import (
+    LIST_ITERATOR,
     MethodOwner,
     SequenceIterator,
     ask_python,
@@ -132,8 +133,8 @@ class SequenceValue(ContainerValue):
     def iterate(self, state: CaptureState) -> Value:
         # A list's iterator sees later changes of the list, so it shares the items.
         if self.cls is list:
-            return SequenceIterator(self.items, type(iter([])), self)
-        return SequenceIterator(list(self.items), type(iter(())))
+            return SequenceIterator(self.items, LIST_ITERATOR, self)
+        return SequenceIterator(list(self.items))
 
     def get_attribute(self, state: CaptureState, name: str) -> Value:
         fields = sequence_fields(self.cls)

@@ -8,7 +8,13 @@ import math
 import types
 from typing import Any, ClassVar
 
-from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, Value, stored_attribute
+from gradsplit.compile_core.capture.values.base import (
+    CaptureState,
+    LazyValue,
+    SymbolicRaise,
+    Value,
+    stored_attribute,
+)
 from gradsplit.compile_core.capture.values.constants import ConstantValue, MethodOwner, SequenceIterator
 from gradsplit.compile_core.capture.values.containers import (
     ContainerValue,
@@ -203,9 +209,10 @@ class DictValue(ContainerValue):
             for key_value, item in pairs:
                 self.set_item(state, key_value, item)
         elif other is not None:
-            for pair in state.items_of(other):
-                key_value, item = state.items_of(pair)
-                self.set_item(state, key_value, item)
+            for number, pair in enumerate(state.items_of(other)):
+                self.set_item(
+                    state, *_key_and_item(state, pair, f"dictionary update sequence element #{number}")
+                )
         for name, item in kwargs.items():
             self.set_item(state, ConstantValue(name), item)
 
@@ -273,6 +280,18 @@ def new_dict(pairs: list[tuple[Value, Value]], state: CaptureState, cls: type = 
         kept = made.entries[real][0] if real in made.entries else key
         made.entries[real] = (kept, value)
     return made
+
+
+def _key_and_item(state: CaptureState, pair: Value, name: str) -> tuple[Value, Value]:
+    try:
+        items = state.items_of(pair)
+    except SymbolicRaise as raised:
+        if not issubclass(raised.value.python_type(), TypeError):
+            raise
+        raise state.raise_exception(TypeError, f"cannot convert {name} to a sequence") from None
+    if len(items) != 2:
+        raise state.raise_exception(ValueError, f"{name} has length {len(items)}; 2 is required")
+    return items[0], items[1]
 
 
 def mapping_pairs(state: CaptureState, value: Value) -> list[tuple[Value, Value]] | None:
