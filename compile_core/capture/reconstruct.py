@@ -283,7 +283,8 @@ class RunnerWriter(SourceWriter):
         """
         names = list(map(variable_of, arguments))
         lines = [*self.lines, *self._effects, *self.late, *last_lines]
-        is_checked = data_checks.has_checks(self.state.graph.graph)
+        # Shape rules, too, take for granted what a graph that has read data checks before it changes anything.
+        is_checked = data_checks.has_checks(self.state.graph.graph) or self.state.data_reads.changes_last
         if has_graph and writes_inputs and not is_checked:
             lines = [*self._free_gradients(), *self._call_graph(), *lines]
         elif has_graph:

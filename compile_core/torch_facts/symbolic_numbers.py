@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import (
+    GuardOnDataDependentSymNode,
     free_unbacked_symbols,
     guard_or_false,
     guard_or_true,
@@ -142,7 +144,8 @@ class Assertions:
     """What a ShapeEnv assumes of numbers that depend on data, as it comes."""
 
     def __init__(self) -> None:
-        self._seen: set[int] = set()
+        # By identity: what is forgotten would leave its own to another.
+        self._seen: dict[int, Any] = {}
 
     def take_new(self, env: Any) -> list[sympy.Basic]:
         """The conditions since this was last asked, in the order in which they came for each symbol; the symbols are
@@ -151,9 +154,33 @@ class Assertions:
             return []
         every = [held for of_symbol in env.deferred_runtime_asserts.values() for held in of_symbol]
         new = [held for held in every if id(held) not in self._seen]
-        self._seen.update(map(id, new))
+        self._seen.update((id(held), held) for held in new)
         # What is assumed of floats, the arithmetic of Python itself refuses: a root of what is negative.
         return [held.expr for held in new if any(symbol.is_integer for symbol in held.expr.free_symbols)]
+
+
+@contextmanager
+def forgotten_if_undecided(env: Any) -> Iterator[None]:
+    """What is assumed inside of numbers that depend on data is forgotten again where that leads to a question about
+    them that nothing answers: nobody computes on what was begun there."""
+    if env is None:
+        yield
+        return
+    asserts = {symbol: [*held] for symbol, held in env.deferred_runtime_asserts.items()}
+    kept = {name: dict(getattr(env, name)) for name in ("axioms", "var_to_range", "replacements")}
+    count = env.num_deferred_runtime_asserts
+    try:
+        yield
+    except GuardOnDataDependentSymNode:
+        if env.num_deferred_runtime_asserts != count:
+            env.deferred_runtime_asserts, env.num_deferred_runtime_asserts = asserts, count
+            for name, held in kept.items():
+                # Symbols that were made inside stay known.
+                setattr(env, name, {**getattr(env, name), **held} if name == "var_to_range" else held)
+            env._equality_graph = env._unbacked_replacements = None
+            env.fake_tensor_cache.clear()
+            env._update_version_counter()
+        raise
 
 
 def memory_order(strides: Sequence[Any]) -> tuple[list[int], list[int]]:

@@ -14,6 +14,7 @@ import gradsplit
 from gradsplit.compile_core.capture import capture
 from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
 from gradsplit.compile_core.ir.data_reads import DataEnds
+from gradsplit.compile_core.lowering.decompositions import decomposition_table
 from tests.capture.same_as_plain import assert_same, run_once, twin_of
 
 BACKENDS = ["eager", "aot_eager", "triton"]
@@ -277,6 +278,42 @@ def test_an_input_that_was_changed_before_is_changed_once(backend) -> None:
         if seen.item() == 1:
             assert bool(made.break_reasons) == (backend == "eager")
     assert seen.item() == 3 and made.break_reasons
+
+
+def test_what_a_form_assumes_is_checked_before_changes(monkeypatch) -> None:
+    """As what the program asks is: else the call could not be made again."""
+
+    def assuming(x: torch.Tensor) -> Any:
+        torch._check(x.shape[0] < 3)
+        return x * -1
+
+    monkeypatch.setitem(decomposition_table._OWN, torch.ops.aten.neg.default, assuming)
+
+    def program(x: torch.Tensor, seen: torch.Tensor) -> Any:
+        chosen = x[x > 0]
+        seen.add_(1)
+        return x.sin().cos().exp() * x.sigmoid(), -torch.dropout(chosen, 0.5, True)
+
+    options = {"fallback_random": True}
+    made, seen = gradsplit.compile(program, options=options, dynamic=False), torch.zeros(1)
+    for data in DATA[1:]:
+        results = []
+        for each, counter in ((made, seen), (program, torch.zeros(1))):
+            torch.manual_seed(0)
+            results.append(each(torch.tensor(data, dtype=torch.float32), counter))
+        assert_same(*results, "results")
+    assert seen.item() == len(DATA[1:])
+
+
+def test_a_form_that_is_given_up_assumes_nothing(caplog) -> None:
+    """That of a variance subtracts the first row, and is of no use where the number of rows depends on data."""
+
+    def program(x: torch.Tensor) -> Any:
+        return x.sin().cos().exp().tanh() * x.sigmoid(), x[x > 0].var(0)
+
+    with caplog.at_level(logging.WARNING, "gradsplit"):
+        check(program, [DATA[0], DATA[1], DATA[3]], "triton")
+    assert not any("which plain Python did not" in record.message for record in caplog.records)
 
 
 def normalised(x, norm, inner):

@@ -11,6 +11,7 @@ that can be computed with, constants followed through the program, tensor subcla
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -44,7 +45,7 @@ from gradsplit.compile_core.torch_facts.dispatcher import (
 )
 from gradsplit.compile_core.torch_facts.fake_tensors import corrected, device_of, run_operator
 from gradsplit.compile_core.torch_facts.lazy_modules import lazy_module
-from gradsplit.compile_core.torch_facts.symbolic_numbers import Assertions
+from gradsplit.compile_core.torch_facts.symbolic_numbers import Assertions, forgotten_if_undecided
 from gradsplit.compile_core.torch_facts.thread_state import disable_current_modes
 
 # torch exports these without declaring them.
@@ -233,7 +234,7 @@ class OperatorRecorder(TorchDispatchMode):
         decompose = self._decompositions.get(func)
         if decompose is not None:
             # A form that asks for sizes is of no use where these depend on data; what it has recorded is dead.
-            with suppress(GuardOnDataDependentSymNode), self:
+            with suppress(GuardOnDataDependentSymNode), self._unchecked_if_undecided(), self:
                 result = decompose(*args, **kwargs)
                 if result is not NotImplemented:
                     return corrected(func, args, result)
@@ -251,6 +252,19 @@ class OperatorRecorder(TorchDispatchMode):
         self._mark(node)
         self._take(result, node)
         return result
+
+    @contextmanager
+    def _unchecked_if_undecided(self) -> Iterator[None]:
+        """Where what is recorded inside leads to a question about data, nothing is checked of it, nor assumed."""
+        last = next(iter(reversed(self._graph.nodes)), None)
+        try:
+            with forgotten_if_undecided(self._fake_mode.shape_env):
+                yield
+        except GuardOnDataDependentSymNode:
+            for node in [*itertools.takewhile(lambda node: node is not last, reversed(self._graph.nodes))]:
+                if node.target is CHECK:
+                    self._graph.erase_node(node)
+            raise
 
     def _gives_zeros(self, func: Any, args: tuple[Any, ...]) -> bool:
         """Whether torch computes nothing, since its zeros without memory stay that: times infinity, too."""
