@@ -21,7 +21,7 @@ from tests.lowering.product_programs import on
 aten = torch.ops.aten
 
 
-def _casts(xs: list[Tensor]) -> list[Tensor]:
+def casts(xs: list[Tensor]) -> list[Tensor]:
     return [x.to(torch.bfloat16) for x in xs]
 
 
@@ -70,8 +70,8 @@ _INDICES = [torch.tensor([0, k, 8]) for k in (1, 5, 7)]
 
 # name -> function, its inputs, the numbers of members of the batches of its program
 PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[int]]] = {
-    "casts": (_casts, (_list(*_SIZES),), [2, 3, 4]),
-    "casts_of_whole_blocks": (_casts, (_list((256,), (128, 4), (128,)),), [3]),
+    "casts": (casts, (_list(*_SIZES),), [2, 3, 4]),
+    "casts_of_whole_blocks": (casts, (_list((256,), (128, 4), (128,)),), [3]),
     "momentum": (_momentum, (_list(*_SIZES), _list(*_SIZES), torch.tensor(0.1)), [2, 2, 3, 3, 4, 4]),
     "column_sums": (_sums, (_list(*[(16, 40)] * 3),), [3]),
     "transposes": (_transposed, (_list(*[(2, 40, 32)] * 3),), [3]),

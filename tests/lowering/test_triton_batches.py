@@ -12,11 +12,12 @@ from torch.utils._pytree import tree_leaves
 from gradsplit.compile_core.ir.loops import ExternCall
 from gradsplit.compile_core.lowering.build import build, generate
 from gradsplit.compile_core.lowering.fusion.batch_nests import batch_nests
+from gradsplit.compile_core.lowering.fusion.fuse import fuse
 from gradsplit.compile_core.lowering.graph_to_loops.lower import lower
 from gradsplit.compile_core.lowering.triton_kernels.build_triton import compile_triton_for
 from gradsplit.compile_core.runtime.link_program import link_program
 from gradsplit.compile_core.runtime.region_interpreter import region_interpreter
-from tests.lowering.batch_programs import PROGRAMS, batch_program, batches, momentum_in_place
+from tests.lowering.batch_programs import PROGRAMS, batch_program, batches, casts, momentum_in_place
 from tests.lowering.lowering_harness import compare, compute_of, trace
 from tests.lowering.product_programs import on
 from tests.lowering.run_interpreted import check_interpreted
@@ -51,6 +52,53 @@ def test_a_kernel_jumps_to_its_member(tmp_path: Path) -> None:
     program = batch_nests(on(GPU, lower(compute_of(trace(lambda xs: torch.ops.aten._foreach_exp(xs), xs)))))
     assembly = compile_triton_for(generate(program.steps[0], program.buffers), ("cuda", 90, 32), tmp_path).asm
     assert assembly["ptx"].count("bra") > 40
+
+
+def test_a_kernel_is_no_longer_for_more_members(tmp_path: Path) -> None:
+    """It reads the pointers of its member from where its arguments lie; a branch for each took 2 ms to compile."""
+    pytest.importorskip("triton")
+    lengths = []
+    for count in (4, 60):
+        xs = [torch.randn(256) for _ in range(count)]
+        program = batch_nests(on(GPU, lower(compute_of(trace(casts, xs)))))
+        kernel = compile_triton_for(generate(program.steps[0], program.buffers), ("cuda", 90, 32), tmp_path)
+        lengths.append(kernel.asm["ptx"].partition("{\n")[2].count("\n"))
+        assert "ld.global.v4" in kernel.asm["ptx"]
+        assert f"{kernel.metadata.name}_param_{2 * count - 1}" in kernel.asm["ptx"]
+    assert lengths[0] == lengths[1]
+
+
+def test_a_kernel_of_addresses_that_are_not_aligned_reads_one_at_a_time(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    program = batch_program("casts_of_whole_blocks")
+    source = generate(batches(program)[0], program.buffers)
+    text = compile_triton_for(source, ("cuda", 90, 32), tmp_path, is_aligned=False).asm["ptx"]
+    assert "ld.param.b64" in text and "ld.global.v4" not in text and "ld.global.v2" not in text
+
+
+def test_what_begins_within_a_buffer_is_passed_as_far_as_it_is_aligned() -> None:
+    """A kernel takes for aligned what it is given."""
+    program = batch_program("parts")
+    source = generate(batches(program)[0], program.buffers)
+    assert source.bases == (0, 0, 64, 0, 128, 0)
+    program = batch_program("scaled")
+    source = generate(batches(program)[0], program.buffers)
+    assert not any(source.bases) and "rest" in source.text
+
+
+def test_parts_of_one_buffer_are_as_many_arguments() -> None:
+    tables = [torch.randn(8000) for _ in range(3)]
+    xs = [torch.randn(16 * (k + 1)) for k in range(120)]
+
+    def function(tables: list[torch.Tensor], xs: list[torch.Tensor]) -> list[torch.Tensor]:
+        one, two, three = tables
+        return [
+            x * one[len(x) : 2 * len(x)] + two[len(x) : 2 * len(x)] * three[len(x) : 2 * len(x)] for x in xs
+        ]
+
+    program = batch_nests(on(GPU, fuse(lower(compute_of(trace(function, tables, xs))))))
+    assert [len(batch.members) for batch in batches(program)] == [96, 24]
+    assert [len(generate(batch, program.buffers).buffers) for batch in batches(program)] == [480, 120]
 
 
 def test_the_order_of_members_makes_no_other_kernel() -> None:

@@ -39,8 +39,10 @@ from gradsplit.compile_core.lowering.nests.order_axes import simplify
 from gradsplit.compile_core.lowering.nests.passes import buffers_of
 
 _MOST_HELD_BYTES = 1 << 24
-# On a GPU each is an argument of the kernel: there may be 4 KiB of them, and each takes time to compile.
+# On a GPU each is an argument of the kernel, of which there may be 4 KiB, and each takes time to compile.
 _MOST_POINTERS = 256
+# A buffer that some members have in common is as many arguments.
+_MOST_ARGUMENTS = 480
 
 
 def batch_nests(program: LoopProgram) -> LoopProgram:
@@ -149,7 +151,8 @@ class _Batching:
             if self.order.before[number] & chosen or before >> number & 1 or written & self.written[number]:
                 continue
             on_gpu = any(self.program.buffers[name].device.type == "cuda" for name in names)
-            if on_gpu and len(touched | names) > _MOST_POINTERS:
+            arguments = (len(batch.members) + 1) * self._most_places(number) if on_gpu else 0
+            if on_gpu and (len(touched | names) > _MOST_POINTERS or arguments > _MOST_ARGUMENTS):
                 break
             more = _Gathered(
                 [*batch.members, number],
@@ -167,6 +170,13 @@ class _Batching:
             touched |= names
             written |= self.written[number]
         return batch
+
+    def _most_places(self, number: int) -> int:
+        """What a nest is given at most: its buffers, and the single elements that it reads."""
+        step = self.steps[number]
+        assert isinstance(step, LoopNest)
+        walks = [(access, any(access.strides) or bool(access.gathers)) for access in accesses(step)]
+        return len({(access.buffer, None if walked else access.offset) for access, walked in walks})
 
     def _place(self, batch: _Gathered) -> float:
         """Where a batch is to run: at one end of where it can, that at which less is held."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 from gradsplit.compile_core.ir.loops import Access, Load, LoopNest, Statement, Store, accesses, with_accesses
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
-_ALIGNED_BYTES = 16
+ALIGNED_BYTES = 16
 
 
 def rebased(
@@ -30,7 +30,7 @@ def rebased(
     for access in accesses(nest):
         bases[access.buffer] = min(access.offset, bases.get(access.buffer, access.offset))
     for name in bases if all_aligned else moving:
-        bases[name] -= bases[name] % (_ALIGNED_BYTES // buffers[name].dtype.itemsize)
+        bases[name] -= bases[name] % (ALIGNED_BYTES // buffers[name].dtype.itemsize)
     bases = {name: offset for name, offset in bases.items() if offset}
     if not bases:
         return nest, {}

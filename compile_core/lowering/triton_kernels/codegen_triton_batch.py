@@ -1,23 +1,23 @@
 """Triton source of a batch: programs of all members in one grid, each of which finds its member first.
 
-Which member a program works for is a tree of comparisons with constants, at whose leaves the member's pointers, its
-first program and its size are put into variables. All pointers are arguments of the kernel, so that nothing has to be
-copied to the GPU before a launch and a CUDA graph can hold it; and Triton sees through the tree that all of them are
-aligned. Compilers would rather load all arguments into registers and choose among them than jump, so a zero that they
-know nothing of is added to what a leaf chooses. What follows is the loop of any one member.
+All pointers are arguments of the kernel, so that nothing has to be copied to the GPU before a launch and a CUDA graph
+can hold it: those that all members share, and then each member's own, member by member. A program reads its member's
+from where the arguments lie, by the member's number, so that a kernel is as long for two members as for a hundred.
+Members of one size have numbers that follow each other, and what remains of a program's number after a division is its
+place in its member; sizes are told apart by a tree of comparisons with constants. Compilers would rather choose among
+all constants than jump, so a zero that they know nothing of is added to what a leaf chooses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from math import prod
 
-from gradsplit.compile_core.ir.kernels import KernelSource
+from gradsplit.compile_core.ir.kernels import KERNEL_SYMBOL, KernelSource
 from gradsplit.compile_core.ir.loops import LoopNest, NestBatch
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
-from gradsplit.compile_core.lowering.nests.kernel_bases import separated
+from gradsplit.compile_core.lowering.nests.kernel_bases import ALIGNED_BYTES, separated
 from gradsplit.compile_core.lowering.nests.passes import buffers_of
 from gradsplit.compile_core.lowering.tiling.tiling_triton import tile_for_gpu
 from gradsplit.compile_core.lowering.triton_kernels.codegen_triton import TritonWriter, triton_source
@@ -30,20 +30,60 @@ def generate_triton_batch(batch: NestBatch, buffers: Mapping[str, TensorSpec]) -
     Raises:
         Unsupported: a dtype that Triton kernels do not handle (complex, quantised).
     """
+    pairs: list[tuple[LoopNest, list[_Place]]] = []
+    for member in batch.members:
+        nest, found = separated(member, buffers)
+        pairs.append((nest, [_place(name, start, buffers) for name, start in found.values()]))
     # In an order of their sizes: batches that differ in nothing but their members' order are one kernel.
-    members = sorted(batch.members, key=lambda member: prod(member.extents), reverse=True)
-    pairs = [separated(member, buffers) for member in members]
-    given = {
-        name: k for k, name in enumerate(dict.fromkeys(n for _, each in pairs for n, _ in each.values()))
-    }
-    pointers = [
-        [f"p{given[name]}" + (f" + {base}" if base else "") for name, base in each.values()]
-        for _, each in pairs
-    ]
-    specs = {name: buffers[buffer] for name, (buffer, _) in pairs[0][1].items()}
-    writer = _BatchWriter([nest for nest, _ in pairs], pointers, specs)
+    pairs.sort(key=lambda pair: (-prod(pair[0].extents), [place.rest for place in pair[1]]))
+    members, places = [nest for nest, _ in pairs], [each for _, each in pairs]
+    names = dict.fromkeys(buffers_of(members[0]))
+    specs = {name: buffers[place.buffer] for name, place in zip(names, places[0], strict=True)}
+    writer = _BatchWriter(members, places, specs)
+    given = writer.arguments
     meta = (("num_warps", writer.tiling.num_warps),)
-    return triton_source(batch.name, tuple(given), buffers, writer.lines(), writer.grid(), meta)
+    lines, grid = writer.lines(), writer.grid()
+    source = triton_source(batch.name, [place.buffer for place in given], buffers, lines, grid, meta)
+    return replace(source, bases=tuple(place.base for place in given))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where something begins in a buffer: so many elements after ``base``, which is as aligned as the buffer."""
+
+    buffer: str
+    base: int
+    rest: int
+
+
+def _place(buffer: str, start: int, buffers: Mapping[str, TensorSpec]) -> _Place:
+    rest = start % (ALIGNED_BYTES // buffers[buffer].dtype.itemsize)
+    return _Place(buffer, start - rest, rest)
+
+
+@dataclass(frozen=True)
+class _Alike:
+    """Members of one size, whose programs follow each other.
+
+    Attributes:
+        first: the number of the first one.
+        count: of members.
+        begin: the first program.
+        programs: of each.
+        size: the elements of each.
+        rests: of those of their places that have any.
+    """
+
+    first: int
+    count: int
+    begin: int
+    programs: int
+    size: int
+    rests: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.count * self.programs
 
 
 @dataclass(frozen=True)
@@ -63,13 +103,13 @@ class _BatchWriter(TritonWriter):
 
     Args:
         members: they have one body, but for the names of the buffers.
-        pointers: for each member where its buffers are, in terms of the kernel's arguments.
+        places: for each member where its buffers are.
     """
 
     def __init__(
         self,
         members: Sequence[LoopNest],
-        pointers: Sequence[Sequence[str]],
+        places: Sequence[Sequence[_Place]],
         buffers: Mapping[str, TensorSpec],
     ) -> None:
         first = members[0]
@@ -81,18 +121,31 @@ class _BatchWriter(TritonWriter):
             self.is_open = any(size % tiling.x_block for size in sizes)
             first = replace(first, extents=(max(sizes),))
         super().__init__(first, buffers, {name: k for k, name in enumerate(buffers_of(first))}, tiling)
-        self.sizes, self.pointers = sizes, pointers
+        buffer_numbers = range(len(places[0]))
+        self.shared = [k for k in buffer_numbers if len({replace(each[k], rest=0) for each in places}) == 1]
+        self.own = [k for k in buffer_numbers if k not in self.shared]
+        self.moved = [k for k in buffer_numbers if any(each[k].rest for each in places)]
+        # What the kernel is given.
+        self.arguments = [places[0][k] for k in self.shared] + [each[k] for each in places for k in self.own]
         in_each = [super().grid()[0]] * len(sizes)
         if tiling is not None:
             in_each = [-(-size // tiling.x_block) for size in sizes]
-        self.starts = list(accumulate(in_each, initial=0))
+        alike: list[_Alike] = []
+        for number, (size, programs) in enumerate(zip(sizes, in_each, strict=True)):
+            rests = tuple(places[number][k].rest for k in self.moved)
+            last = alike[-1] if alike else None
+            if last is not None and (size, rests) == (last.size, last.rests):
+                alike[-1] = replace(last, count=last.count + 1)
+            else:
+                alike.append(_Alike(number, 1, last.end if last else 0, programs, size, rests))
+        self.alike = [each for each in alike if each.programs] or alike[:1]
 
     def side(self, name: str, axes: Sequence[int], block: int) -> Side:
         side = super().side(name, axes, block)
         return _OpenSide(name, side.axes, side.extents, block) if name == "x" and self.is_open else side
 
     def grid(self) -> tuple[int, int, int]:
-        return (self.starts[-1], 1, 1)
+        return (self.alike[-1].end, 1, 1)
 
     def pointer(self, buffer: str) -> str:
         return f"q{self.positions[buffer]}"
@@ -101,26 +154,48 @@ class _BatchWriter(TritonWriter):
         return "program.to(tl.int64)" if self.wide else "program"
 
     def lines(self) -> list[str]:
-        shared = [k for k, given in enumerate(zip(*self.pointers, strict=True)) if len(set(given)) == 1]
-        lines = [f"q{k} = {self.pointers[0][k]}" for k in shared]
-        own = [k for k in range(len(self.pointers[0])) if k not in shared]
-        lines.append("program = tl.program_id(0)")
-        lines += self._choice(0, len(self.pointers), own)
-        lines.append("program = program - first")
+        lines = ["program = tl.program_id(0)", *self._choice(self.alike)]
+        lines += [f"q{k} = p{number}" for number, k in enumerate(self.shared)]
+        own = [f"p{number}" for number in range(len(self.shared), len(self.arguments))]
+        chosen = ", ".join(f"q{k}" for k in self.own)
+        if len(self.own) == 1:
+            chosen += ","
+        first = ", ".join(own[: len(self.own)])
+        lines += [
+            "if NVIDIA:",
+            f'    {chosen} = pointers_of("{KERNEL_SYMBOL}_param_{len(self.shared)}", member, {first})',
+            "else:",
+            f"    {chosen} = chosen_pointers(member, {len(self.own)}, {', '.join(own)})",
+        ]
+        lines += [f"q{k} = q{k} + rest{k}" for k in self.moved]
         return lines + super().lines()
 
-    def _choice(self, begin: int, end: int, own: Sequence[int]) -> list[str]:
-        """The variables of the member, from ``begin`` up to ``end``, that a program works for."""
-        if end - begin == 1:
-            chosen = {f"q{k}": self.pointers[begin][k] for k in own} | {"first": f"{self.starts[begin]}"}
-            if self.is_open:
-                chosen["count"] = f"{self.sizes[begin]}"
-            text = f'"mov.b32 $0, 0; // {begin}"'
-            return [f"{', '.join(chosen)} = in_branch({text}, {', '.join(chosen.values())})"]
-        middle = (begin + end) // 2
+    def _choice(self, alike: Sequence[_Alike]) -> list[str]:
+        """The member that a program works for, which program of that it is, and the member's variables."""
+        if len(alike) == 1:
+            return self._member(alike[0])
+        middle = len(alike) // 2
         return [
-            f"if program < {self.starts[middle]}:",
-            *(f"    {line}" for line in self._choice(begin, middle, own)),
+            f"if program < {alike[middle].begin}:",
+            *(f"    {line}" for line in self._choice(alike[:middle])),
             "else:",
-            *(f"    {line}" for line in self._choice(middle, end, own)),
+            *(f"    {line}" for line in self._choice(alike[middle:])),
         ]
+
+    def _member(self, alike: _Alike) -> list[str]:
+        chosen = {f"rest{k}": rest for k, rest in zip(self.moved, alike.rests, strict=True)}
+        if self.is_open:
+            chosen["count"] = alike.size
+        if len(self.alike) == 1:
+            lines = [f"{name} = {value}" for name, value in chosen.items()]
+            return [*lines, f"member = program // {alike.programs}", f"program = program % {alike.programs}"]
+        chosen |= {"begin": alike.begin, "member": alike.first}
+        text = f'"mov.b32 $0, 0; // {alike.first}"'
+        values = ", ".join(map(str, chosen.values()))
+        lines = [f"{', '.join(chosen)} = in_branch({text}, {values})", "program = program - begin"]
+        if alike.count > 1:
+            lines += [
+                f"member = member + program // {alike.programs}",
+                f"program = program % {alike.programs}",
+            ]
+        return lines

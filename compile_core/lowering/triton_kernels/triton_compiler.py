@@ -67,11 +67,12 @@ def import_function(path: Path, name: str, given: Mapping[str, Any] | None = Non
 
 
 @cache
-def _prelude(is_nvidia: bool) -> Mapping[str, Any]:
+def _prelude(is_nvidia: bool, is_aligned: bool) -> Mapping[str, Any]:
     """The names of the prelude. Triton reads the source of each of its functions, so one module is for all kernels."""
     module = ModuleType("gradsplit_triton_prelude")
     exec(compile(PRELUDE.read_bytes(), PRELUDE, "exec"), vars(module))
     vars(module)["NVIDIA"] = triton.language.constexpr(is_nvidia)
+    vars(module)["ALIGNED"] = triton.language.constexpr(is_aligned)
     return {name: value for name, value in vars(module).items() if not name.startswith("__")}
 
 
@@ -87,7 +88,7 @@ def compile_into(
         folder: where the files go that ``load_kernel`` reads.
         change_stages: what Triton calls with the stages before it runs them.
     """
-    prelude = _prelude(request["target"][0] == "cuda")
+    prelude = _prelude(request["target"][0] == "cuda", request["is_aligned"])
     function = import_function(Path(request["module"]), request["function"], prelude)
     names, pointers = function.arg_names, request["pointers"]
     aligned = {(index,): [["tt.divisibility", 16]] for index in range(len(names))}
