@@ -49,8 +49,8 @@ _UNITS = 1000
 # backward begins by adding all of them up again: it has both in memory then.
 _RESIDUAL_WEIGHT = 0.5
 # What it is worth not to save, and what has so many times fewer elements than another that to read it costs nothing.
-_LARGE_BYTES = 4 << 20
-_FEW = 8
+LARGE_BYTES = 4 << 20
+FEW = 8
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def is_pinned(problem: CutProblem, node: Node, needed: Set[Node]) -> bool:
         # Only the backward wants it, so computing it there is no second time; but random
         # numbers keep their order.
         return is_random(node)
-    if not node.all_input_nodes and _is_returned(node):
+    if not node.all_input_nodes and is_returned(node):
         # The program may change it; the backward makes a constant of its own.
         return not is_recomputable(node)
     if node in problem.noticed:
@@ -208,9 +208,9 @@ def is_pinned(problem: CutProblem, node: Node, needed: Set[Node]) -> bool:
     )
 
 
-def _is_returned(node: Node) -> bool:
+def is_returned(node: Node) -> bool:
     """Whether a result of the graph lies in the value's memory."""
-    return any(user.op == "output" or (is_view(user) and _is_returned(user)) for user in node.users)
+    return any(user.op == "output" or (is_view(user) and is_returned(user)) for user in node.users)
 
 
 def _readers_in_memory(node: Node, only_backward: Set[Node], needed: Set[Node]) -> list[Node]:
@@ -239,7 +239,7 @@ def _is_written_beside(problem: CutProblem, node: Node, needed: Set[Node]) -> bo
     activation function or by dropout, which a kernel of the backward reads anyway. Then it costs another write, and
     not to save it is worth that: it is half of what a perceptron keeps.
     """
-    if node.meta["val"].device.type != "cuda" or bytes_of(node) < _LARGE_BYTES:
+    if node.meta["val"].device.type != "cuda" or bytes_of(node) < LARGE_BYTES:
         return False
     elements = value_at_compilation(node.meta["val"].numel())
     seen, frontier = {node}, list(node.all_input_nodes)
@@ -252,7 +252,7 @@ def _is_written_beside(problem: CutProblem, node: Node, needed: Set[Node]) -> bo
             frontier.extend(source.all_input_nodes)
             continue
         value = source.meta.get("val")
-        if not isinstance(value, torch.Tensor) or value_at_compilation(value.numel()) * _FEW < elements:
+        if not isinstance(value, torch.Tensor) or value_at_compilation(value.numel()) * FEW < elements:
             continue  # such as a bias or a sum of rows
         if (
             is_fusible(source)

@@ -17,6 +17,7 @@ from gradsplit.compile_core.autograd.operators.graph_nodes import (
 )
 from gradsplit.compile_core.autograd.operators.kinds import is_view
 from gradsplit.compile_core.autograd.operators.region_marks import mark_of
+from gradsplit.compile_core.autograd.partitioning.convolution_inputs import make_gradients_apart, write_again
 from gradsplit.compile_core.autograd.partitioning.memory_budget import choose_within_budget
 from gradsplit.compile_core.autograd.partitioning.min_cut import CutProblem, bytes_of
 from gradsplit.compile_core.autograd.partitioning.own_backwards import recompute_for_own_backwards
@@ -61,8 +62,9 @@ def partition(joint: JointGraph, activation_memory_budget: float = 1.0) -> Parti
     problem = CutProblem(
         joint.module.graph, tensors, changed, in_forward, only_backward, gradients, orders, noticed
     )
-    saved = choose_within_budget(problem, activation_memory_budget)
-    computed = [node for node in saved if problem.is_computed(node)]
+    rewritten = write_again(problem, choose_within_budget(problem, activation_memory_budget))
+    saved = rewritten.saved
+    computed = [node for node in saved if problem.is_computed(node) or node in rewritten.copied]
     numbers = _needed_numbers(joint.module.graph, saved, gradients, only_backward)
     forward = _extract(
         joint.module,
@@ -72,7 +74,9 @@ def partition(joint: JointGraph, activation_memory_budget: float = 1.0) -> Parti
         at_once={node for node in joint.module.graph.nodes if node not in in_forward and not is_random(node)},
     )
     names = {node: node.name for node in [*saved, *numbers]}
-    copied = _copy_saved(forward, [node for node in saved if memory_of(node) in changed])
+    copied = _copy_saved(
+        forward, [node for node in saved if memory_of(node) in changed or node in rewritten.copied]
+    )
     names |= {node: copy.name for node, copy in copied.items()}
     backward = _extract(
         joint.module,
@@ -82,6 +86,10 @@ def partition(joint: JointGraph, activation_memory_budget: float = 1.0) -> Parti
         on_demand=in_forward,
     )
     _read_copies(backward, [*copied.values()])
+    make_gradients_apart(
+        backward,
+        {node.name: names.get(alike, alike.name) for node, alike in rewritten.convolutions.items()},
+    )
     return PartitionedGraph(
         forward=forward,
         backward=backward,
