@@ -75,9 +75,23 @@ def _gradient_shape(grad: Tensor, places: Tensor, *windows: Any) -> Tensor:
     return result
 
 
-def _window_sums(x: Tensor, kernel: list[int], stride: list[int], padding: list[int]) -> Tensor:
-    padded = aten.constant_pad_nd.default(x, [padding[1], padding[1], padding[0], padding[0]])
-    return aten.avg_pool2d.default(padded.to(compute_dtype(x.dtype)), kernel, stride, 0, False, True, 1)
+def _window_sums(
+    x: Tensor, kernel: list[int], stride: list[int], padding: list[int], weights: Tensor | None = None
+) -> Tensor:
+    wide = x.to(compute_dtype(x.dtype))
+    if weights is not None:
+        each = weights.to(wide.dtype).unsqueeze(1)
+        sums = aten.conv2d.default(wide, each, None, stride, padding, [1, 1], len(weights))
+        return _window_sum_shapes(x, kernel, stride, padding, weights).copy_(sums)
+    padded = aten.constant_pad_nd.default(wide, [padding[1], padding[1], padding[0], padding[0]])
+    return aten.avg_pool2d.default(padded, kernel, stride, 0, False, True, 1)
+
+
+def _window_sum_shapes(
+    x: Tensor, kernel: list[int], stride: list[int], padding: list[int], weights: Tensor | None = None
+) -> Tensor:
+    sums = _window_sums(x, kernel, stride, padding)
+    return sums if weights is None else torch.empty_like(sums, dtype=x.dtype)
 
 
 _library = torch.library.Library("gradsplit", "FRAGMENT")
@@ -113,8 +127,14 @@ POSITIONS = _define(
 PLACES = _define(
     "max_pool_places", f"(Tensor positions, {_WINDOWS}, SymInt width) -> Tensor", _places, _bytes_like
 )
-# In the dtype that is computed in; what lies in the padding counts as 0.
-WINDOW_SUMS = _define("window_sums", f"(Tensor x, {_WINDOWS}) -> Tensor", _window_sums, _window_sums)
+# What lies in the padding counts as 0. Sums are in the dtype that is computed in. With weights, one for each place in
+# the windows of each channel (``[C, h, w]``, of images ``[N, C, H, W]``), they are rounded to that of the images.
+WINDOW_SUMS = _define(
+    "window_sums",
+    f"(Tensor x, {_WINDOWS}, Tensor? weights=None) -> Tensor",
+    _window_sums,
+    _window_sum_shapes,
+)
 # The gradient with respect to planes of a size.
 GRADIENT = _define(
     "max_pool_gradient",

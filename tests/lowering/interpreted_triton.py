@@ -224,6 +224,20 @@ def test_window_sums(dtype: torch.dtype, folder: Path) -> None:
     compare(link_interpreted(program, sources, folder)([x]), pool(x), 0.0)
 
 
+def test_weighted_window_sums(folder: Path) -> None:
+    """Each sum is rounded, also for what is computed of it in the same kernel."""
+
+    def sums(x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first = WINDOW_SUMS(x, [3, 3], [2, 1], [1, 1], weights)
+        return first * 3, WINDOW_SUMS(torch.exp(x), [3, 3], [1, 1], [0, 2], weights)
+
+    x = torch.randn(2, 3, 9, 12).bfloat16().to(memory_format=torch.channels_last)
+    inputs = [x, torch.randn(3, 3, 3).bfloat16()]
+    program = fuse(lower(compute_of(trace(sums, *inputs))))
+    sources = [generate_triton(nest, program.buffers) for nest in nests(program)]
+    compare(link_interpreted(program, sources, folder)([*inputs]), sums(*inputs))
+
+
 @pytest.mark.parametrize("layout", convolution_programs.LAYOUTS)
 def test_destinations_lie_as_the_caller_says(layout: torch.memory_format, folder: Path) -> None:
     inputs = convolution_programs.inputs(layout)

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from gradsplit.compile_core.ir.kept_calls import KeptCall
 from gradsplit.compile_core.ir.numbers import is_sized_by_data
 from gradsplit.compile_core.ir.tensor_spec import HALF_FLOATS
-from gradsplit.compile_core.lowering.decompositions import patch_convolutions
+from gradsplit.compile_core.lowering.decompositions import depthwise_convolutions, patch_convolutions
 from gradsplit.compile_core.torch_facts.dispatcher import draws_in_memory_order
 
 aten = torch.ops.aten
@@ -99,6 +99,8 @@ def convolution(input: Tensor, weight: Tensor, bias: Tensor | None, *settings: A
         return NotImplemented
     if not _keeps_eagers.get() and patch_convolutions.is_of_patches(input, weight, *settings):
         return patch_convolutions.convolution(input, weight)
+    if not _keeps_eagers.get() and depthwise_convolutions.is_depthwise(input, weight, *settings):
+        return depthwise_convolutions.convolution(_channels_last(input), weight, *settings[:2])
     return frozen_convolution(input, weight, bias, *settings)
 
 

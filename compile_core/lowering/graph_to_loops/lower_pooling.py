@@ -86,18 +86,23 @@ def _pool(
 def _sums(
     builder: ProgramBuilder, node: torch.fx.Node, args: Sequence[Any], place: View | None
 ) -> LazyTensor:
-    x, kernel, stride, padding = args
+    x, kernel, stride, padding, *weights = args
     _settle(builder, x, kernel[0] * kernel[1], _MOST_OF_SUMS)
     fake = node.meta["val"]
     result = place or builder.new_like(node.name, fake)
 
+    dtype = compute_dtype(x.dtype)
+
     def body(emitter: Emitter, index: Index) -> None:
-        total = emitter.constant(0.0, fake.dtype)
+        total = emitter.constant(0.0, dtype)
         for tap in itertools.product(range(kernel[0]), range(kernel[1])):
             value, inside = _tap(emitter, x, index, tap, stride, padding)
             if inside is not None:
-                value = emitter.apply("where", (inside, value, emitter.constant(0.0, fake.dtype)), fake.dtype)
-            total = emitter.apply("add", (total, value), fake.dtype)
+                value = emitter.apply("where", (inside, value, emitter.constant(0.0, dtype)), dtype)
+            for weight in weights:
+                factor = emitter.element(weight, (index[1], *map(Affine, tap)))
+                value = emitter.apply("mul", (value, factor), dtype)
+            total = emitter.apply("add", (total, value), dtype)
         emitter.store(emitter.access(result, index), total)
 
     if x.numel:
