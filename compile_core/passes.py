@@ -27,6 +27,7 @@ from gradsplit.compile_core.autograd.rewrites.fold_parameters import fold_parame
 from gradsplit.compile_core.autograd.rewrites.pack_weights import pack_weights
 from gradsplit.compile_core.autograd.rewrites.pad_products import pad_products
 from gradsplit.compile_core.autograd.rewrites.random_to_counters import random_to_counters
+from gradsplit.compile_core.autograd.rewrites.unread_arguments import leave_unread_out
 from gradsplit.compile_core.ir.graphs import JointGraph
 from gradsplit.compile_core.ir.loops import LoopProgram
 from gradsplit.compile_core.ir.print_graph import print_graph, print_joint
@@ -116,6 +117,7 @@ CAPTURED_PASSES: Sequence[Pass[GraphModule, GraphChoices]] = (
 # After stage 2, on forward and backward together.
 JOINT_PASSES: Sequence[Pass[JointGraph, GraphChoices]] = (
     Pass("absent_gradients", lambda joint, choices: keep_absent_apart(joint)),
+    Pass("unread_arguments", lambda joint, choices: leave_unread_out(joint)),
     Pass(
         "random_to_counters",
         lambda joint, choices: random_to_counters(joint),

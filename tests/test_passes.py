@@ -155,6 +155,11 @@ def absent_gradients() -> Any:
     return joint_of(lambda a, b: (a.log(), b * a), ones, ones.detach().requires_grad_()), GRAPHS
 
 
+def unread_arguments() -> Any:
+    x = torch.ones(1, 4, 512, 512, requires_grad=True)
+    return joint_of(lambda x: F.avg_pool2d(x.sin(), 3, 2, 1), x), GRAPHS
+
+
 def random_to_counters() -> Any:
     return joint_of(lambda a: torch.dropout(a, 0.5, True), torch.ones(3, requires_grad=True)), GRAPHS
 
@@ -200,6 +205,7 @@ EXAMPLES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "mask_rows": mask_rows,
     "fold_batch_norms": fold_batch_norms,
     "absent_gradients": absent_gradients,
+    "unread_arguments": unread_arguments,
     "random_to_counters": random_to_counters,
     "pad_products": pad_products,
     "chunk_rows": chunk_rows,
