@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import struct
+import subprocess
+import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -133,27 +136,66 @@ def test_variables_that_nothing_reads_are_left_out() -> None:
     assert without_unread(define + rest) == define.splitlines(True)[1] + rest
 
 
-def test_passes_are_left_out_by_what_a_kernel_has() -> None:
+def added_passes(kernel: str, names: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Of the passes that Triton would add for a kernel, those that it adds."""
     from triton._C import libtriton
 
-    added: dict[str, tuple[object, object]] = {}
+    groups = libtriton.passes.common, libtriton.passes.ttgpuir
+    modules = {name: next(group for group in groups if hasattr(group, name)) for name in names}
+    added: list[str] = []
+    for name, module in modules.items():
+        monkeypatch.setattr(module, name, partial(added.append, name))
+    whole = {name: getattr(module, name) for name, module in modules.items()}
 
     def stage(module: str, _metadata: object) -> str:
-        ours = libtriton.passes.ttgpuir
-        added[module] = (ours.add_pipeline, ours.add_prefetch)
+        for name in names:
+            getattr(modules[name], name)()
         return module
 
     stages = {"ttgir": stage, "llir": stage, "cubin": None}
-    whole = (libtriton.passes.ttgpuir.add_pipeline, libtriton.passes.ttgpuir.add_prefetch)
-    for kernel in ("tt.load", "scf.for", "scf.for tt.dot"):
-        changed = dict(stages)
-        leave_out(changed, libtriton)
-        assert changed["ttgir"](kernel, {}) == kernel
-        assert (libtriton.passes.ttgpuir.add_pipeline, libtriton.passes.ttgpuir.add_prefetch) == whole
-    left_out = {
-        kernel: [a is b for a, b in zip(found, whole, strict=True)] for kernel, found in added.items()
-    }
-    assert left_out == {"tt.load": [False, False], "scf.for": [True, False], "scf.for tt.dot": [True, True]}
+    leave_out(stages, libtriton)
+    assert stages["ttgir"](kernel, {}) == kernel
+    assert {name: getattr(module, name) for name, module in modules.items()} == whole
+    return added
+
+
+def test_passes_are_left_out_by_what_a_kernel_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["add_pipeline", "add_prefetch"]
+    assert added_passes("tt.load", names, monkeypatch) == []
+    assert added_passes("scf.for", names, monkeypatch) == ["add_pipeline"]
+    assert added_passes("scf.for tt.dot", names, monkeypatch) == names
+
+
+def test_a_pass_does_not_follow_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands between them is left out, or leaves it nothing to do."""
+    names = ["add_canonicalizer", "add_pipeline", "add_canonicalizer", "add_cse", "add_canonicalizer"]
+    names += ["add_reorder_instructions", "add_canonicalizer"]
+    expected = ["add_canonicalizer", "add_cse", "add_reorder_instructions", "add_canonicalizer"]
+    assert added_passes("tt.load", names, monkeypatch) == expected
+    with_pipeline = ["add_canonicalizer", "add_pipeline", *expected]
+    assert added_passes("scf.for", names, monkeypatch) == with_pipeline
+
+
+def test_a_quickened_front_end_says_what_is_wrong(tmp_path: Path) -> None:
+    """In a function that a kernel calls, and with the line."""
+    first, *_ = sources()
+    bad = replace(first, text=f"{first.text}\n    tl.store(p0, nan_max(1.0, tl.arange(0, 3)))")
+    (result,) = compile_together([(bad, SM_90)], tmp_path)
+    assert isinstance(result, CompileError) and "arange" in str(result)
+
+
+def test_functions_that_kernels_call_are_parsed_once() -> None:
+    """Kernels are not kept: a process compiles thousands of them."""
+    code = """
+from gradsplit.compile_core.lowering.triton_kernels import quick_front_end, triton_compiler
+triton_compiler._prepare()
+triton_compiler._warm_up()
+before = quick_front_end._parsed_text.cache_info().currsize
+triton_compiler._warm_up()
+after = quick_front_end._parsed_text.cache_info()
+assert before == after.currsize > 0 and after.hits >= before, after
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
 @pytest.mark.parametrize("name", ["floor", "ceil"])

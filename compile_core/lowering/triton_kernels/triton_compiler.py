@@ -24,6 +24,7 @@ from typing import Any
 
 from gradsplit.compile_core.lowering.triton_kernels.assembled_together import AssembledTogether
 from gradsplit.compile_core.lowering.triton_kernels.passes_left_out import leave_out
+from gradsplit.compile_core.lowering.triton_kernels.quick_front_end import KERNEL_MODULE, quicken
 
 
 def _import_triton() -> Any:
@@ -59,7 +60,7 @@ def import_function(path: Path, name: str, given: Mapping[str, Any] | None = Non
     Args:
         given: what the module uses and does not define.
     """
-    module = ModuleType(f"gradsplit_triton_{path.parent.name}")
+    module = ModuleType(f"{KERNEL_MODULE}{path.parent.name}")
     vars(module).update(given or {})
     # Not by a loader, which leaves a folder beside it: what is built is kept on disk only if it is nothing but files.
     exec(compile(path.read_bytes(), path, "exec"), vars(module))
@@ -177,6 +178,7 @@ def _prepare() -> None:
     triton.compiler.compiler.get_cache_key = lambda *_, **__: ""
     # Lines of a file that is gone by then; texts with their tables cannot be joined.
     triton.knobs.compilation.disable_line_info = True
+    quicken(triton)
 
 
 _ANY_KERNEL = """
