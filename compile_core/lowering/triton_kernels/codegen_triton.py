@@ -48,6 +48,7 @@ from gradsplit.compile_core.lowering.tiling.tiling_triton import (
     tile_for_gpu,
 )
 from gradsplit.compile_core.lowering.triton_kernels import scalar_triton
+from gradsplit.compile_core.lowering.triton_kernels.exact_quotients import product_of_quotient
 from gradsplit.compile_core.lowering.triton_kernels.online_sums import OnlineSum, online_sums
 from gradsplit.compile_core.lowering.triton_kernels.triton_reductions import TileReduction
 from gradsplit.compile_core.lowering.triton_kernels.triton_sides import Side
@@ -315,12 +316,29 @@ class TritonWriter:
                 return [f"v{n} = both_words(v{seed}, {self._half_position(statement)})"]
             case Apply(operation="add") if (argument := self._erf_beside_one(statement)) is not None:
                 return [f"v{n} = one_and_erf32(v{argument})"]
+            case Apply(operation="div", arguments=(number, _)) if (parts := self._product(statement)):
+                high, low = (scalar_triton.literal(part, torch.float32) for part in parts)
+                return [f"v{n} = tl.fma(v{number}, {high}, v{number} * {low})"]
             case Apply(arguments=arguments):
                 dtypes = [self.dtypes[argument] for argument in arguments]
                 expression = scalar_triton.apply(statement, [f"v{a}" for a in arguments], dtypes)
                 return [f"v{n} = {expression}"]
             case Reduce():
                 return []
+
+    def _product(self, quotient: Apply) -> tuple[float, float] | None:
+        """What a bfloat16 is multiplied by where it is divided by a constant."""
+        number, divisor = (self.nest.body[argument] for argument in quotient.arguments)
+        match number:
+            case Load(access=access, dtype=torch.float32):
+                is_short = self.buffers[access.buffer].dtype == torch.bfloat16
+            case Apply(operation="round_to", dtype=torch.float32, parameter=torch.bfloat16):
+                is_short = True
+            case _:
+                return None
+        if is_short and isinstance(divisor, Constant) and quotient.dtype == divisor.dtype == torch.float32:
+            return product_of_quotient(float(divisor.value))
+        return None
 
     def _erf_beside_one(self, added: Apply) -> int | None:
         """Of which statement this adds the error function and 1, as a normal distribution's function does."""
