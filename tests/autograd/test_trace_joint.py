@@ -356,6 +356,16 @@ def test_changed_metadata(change):
     unsupported("metadata-mutation", lambda x: (change(x) * 2,), torch.randn(2, 3))
 
 
+def test_copies_that_overlap_are_not_written():
+    """Eager copies windows as they lie in memory, so what is written to one of them is in the next one, too."""
+
+    def program(x):
+        windows = x.unfold(0, 2, 1)
+        return (torch.slice_scatter(windows, windows[:1] * 3, 0, 0, 1),)
+
+    unsupported("overlapping-write", program, torch.randn(4, 2))
+
+
 def test_changed_history_alone():
     """A vector is as before, but autograd has one more view to go back through."""
     unsupported("metadata-mutation", lambda x: (x.swapdims_(0, -1) * 2,), leaf(3) * 2)

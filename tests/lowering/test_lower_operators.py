@@ -480,3 +480,10 @@ def test_what_an_integer_does_not_hold(dtype):
 
     mask = torch.arange(20) % 3 == 0
     assert torch.equal(gradsplit.compile(program)(mask), program(mask))
+
+
+@pytest.mark.parametrize("size", [(1,), (5,), (), (1, 5), (3, 1)])
+def test_what_is_added_to_a_product(size):
+    check(
+        lambda bias, x: torch.addmm(bias, x, x[:1].t().expand(4, 5)) + 1, torch.randn(size), torch.randn(3, 4)
+    )

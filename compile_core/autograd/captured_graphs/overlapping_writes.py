@@ -45,10 +45,15 @@ class RefuseOverlappingWrites(TorchFunctionMode):
                 f"{getattr(func, '__name__', func)} writes through an expanded view or one whose elements share memory",
                 "write to the tensor before it is expanded",
             )
-        expands = getattr(func, "__name__", "").partition(".")[0] in _EXPANSIONS
+        name = getattr(func, "__name__", "").partition(".")[0]
+        expands = name in _EXPANSIONS
         for leaf in tree_leaves(result):
             if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
                 continue
+            if name.endswith("_scatter") and TensorSpec.of(leaf).may_overlap:
+                raise Unsupported(
+                    "overlapping-write", f"the copy that {name} writes to has elements that share memory"
+                )
             if (
                 expands
                 or TensorSpec.of(leaf).may_overlap

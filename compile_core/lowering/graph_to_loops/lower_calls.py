@@ -18,7 +18,7 @@ from gradsplit.compile_core.lowering.graph_to_loops.lower_builder import (
     pointwise,
     static_spec,
 )
-from gradsplit.compile_core.lowering.graph_to_loops.lower_index import Index
+from gradsplit.compile_core.lowering.graph_to_loops.lower_index import Affine, Index
 from gradsplit.compile_core.lowering.graph_to_loops.lower_plan import GraphPlan, in_place_variant, takes_over
 from gradsplit.compile_core.lowering.graph_to_loops.lower_values import Cost, Emitter, LazyTensor
 
@@ -128,7 +128,9 @@ def _product_plus_bias(builder: ProgramBuilder, node: torch.fx.Node, args: Any) 
     product = builder.in_memory(place, place.stride, node.name)
 
     def emit(emitter: Emitter, index: Index) -> int:
-        values = (emitter.element(product, index), emitter.element(bias, index[1:]))
+        # One element may be the bias of all columns.
+        column: Index = (Affine(),) if bias.shape[0] == 1 else index[1:]
+        values = (emitter.element(product, index), emitter.element(bias, column))
         return emitter.apply("add", values, emitter.dtype_of(values[0]))
 
     return pointwise(fake, node.name, emit, Cost(product.current_cost().reads | bias.current_cost().reads, 1))
