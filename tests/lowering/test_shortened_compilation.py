@@ -114,7 +114,8 @@ def test_groups_leave_no_thread_idle() -> None:
     def sizes(count: int, threads: int) -> list[int]:
         return [len(group) for group in build_triton._groups(range(count), threads)]
 
-    assert sizes(39, 2) == [4] * 9 + [3]
+    assert sizes(39, 2) == [8] * 4 + [7]
+    assert sizes(200, 16) == [4] * 50
     assert sizes(5, 2) == [2, 2, 1]
     assert sizes(3, 16) == [1, 1, 1]
 

@@ -44,7 +44,10 @@ _MODULE = "kernel.py"
 _OPTIONS = {"enable_fp_fusion": False, "sanitize_overflow": False}
 _WORKERS = 16
 # Kernels whose machine code is made by one start of the assembler. Each entry of the cache has the code of all of them.
-_TOGETHER = 4
+_TOGETHER = 8
+# Where many processes compile, so that none has the last of them to itself.
+_TOGETHER_AMONG_MANY = 4
+_FEW_THREADS = 4
 # Of a process that compiles while others compute.
 _THREADS_BESIDE_OTHERS = 4
 
@@ -119,7 +122,8 @@ def compile_into_cache(
 
 def _groups(items: Sequence[_Item], threads: int) -> list[Sequence[_Item]]:
     """What is compiled together, so that no thread has much more to do than the others."""
-    size = max(1, min(_TOGETHER, len(items) // threads))
+    most = _TOGETHER if threads <= _FEW_THREADS else _TOGETHER_AMONG_MANY
+    size = max(1, min(most, len(items) // threads))
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 

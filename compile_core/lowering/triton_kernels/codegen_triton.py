@@ -316,7 +316,7 @@ class TritonWriter:
                 return [f"v{n} = both_words(v{seed}, {self._half_position(statement)})"]
             case Apply(operation="add") if (argument := self._erf_beside_one(statement)) is not None:
                 return [f"v{n} = one_and_erf32(v{argument})"]
-            case Apply(operation="div", arguments=(number, _)) if (parts := self._product(statement)):
+            case Apply(operation="div", arguments=(number, _)) if parts := self._product(statement):
                 high, low = (scalar_triton.literal(part, torch.float32) for part in parts)
                 return [f"v{n} = tl.fma(v{number}, {high}, v{number} * {low})"]
             case Apply(arguments=arguments):

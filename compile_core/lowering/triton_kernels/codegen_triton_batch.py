@@ -23,6 +23,10 @@ from gradsplit.compile_core.lowering.tiling.tiling_triton import tile_for_gpu
 from gradsplit.compile_core.lowering.triton_kernels.codegen_triton import TritonWriter, triton_source
 from gradsplit.compile_core.lowering.triton_kernels.triton_sides import Side
 
+# Of members of one size so many pointers of a kind are given, if need be the last one's again: batches that differ in
+# nothing but how many members they have are one kernel then.
+_LEAST_GIVEN = 32
+
 
 def generate_triton_batch(batch: NestBatch, buffers: Mapping[str, TensorSpec]) -> KernelSource:
     """Triton for a valid batch over the buffers of one GPU.
@@ -125,8 +129,6 @@ class _BatchWriter(TritonWriter):
         self.shared = [k for k in buffer_numbers if len({replace(each[k], rest=0) for each in places}) == 1]
         self.own = [k for k in buffer_numbers if k not in self.shared]
         self.moved = [k for k in buffer_numbers if any(each[k].rest for each in places)]
-        # What the kernel is given.
-        self.arguments = [places[0][k] for k in self.shared] + [each[k] for each in places for k in self.own]
         in_each = [super().grid()[0]] * len(sizes)
         if tiling is not None:
             in_each = [-(-size // tiling.x_block) for size in sizes]
@@ -139,6 +141,11 @@ class _BatchWriter(TritonWriter):
             else:
                 alike.append(_Alike(number, 1, last.end if last else 0, programs, size, rests))
         self.alike = [each for each in alike if each.programs] or alike[:1]
+        given = list(places)
+        if len(self.alike) == 1 and len(self.own) <= 2:
+            given += [places[-1]] * (_LEAST_GIVEN - len(places))
+        # What the kernel is given.
+        self.arguments = [places[0][k] for k in self.shared] + [each[k] for each in given for k in self.own]
 
     def side(self, name: str, axes: Sequence[int], block: int) -> Side:
         side = super().side(name, axes, block)

@@ -29,6 +29,7 @@ def quicken(triton: ModuleType) -> None:
     reading.inspect = SimpleNamespace(**{**vars(inspect), "signature": _signature})
     functions.inspect = SimpleNamespace(**{**vars(inspect), "getsourcelines": _source_lines})
     functions.JITFunction.parse = _parsed
+    _let_tuples_grow(triton.language.core)
     # What a compilation returns: it would read again what was written.
     triton.compiler.compiler.CompiledKernel = _nothing
 
@@ -49,6 +50,31 @@ def _visit_by(compilation_error: type[Exception]) -> Callable[[Any, ast.AST | No
         return result
 
     return visit
+
+
+def _let_tuples_grow(core: Any) -> None:
+    """Arguments are put into a tuple one by one; each time its type is made again, with a name of all of theirs."""
+
+    def start(kind: Any, types: Any, fields: Any = None) -> None:
+        kind.types = types
+        kind.fields = fields or [""] * len(types)
+
+    def name(kind: Any) -> str:
+        return (
+            f"[{','.join(f'{field}:{each}' for field, each in zip(kind.fields, kind.types, strict=False))}]"
+        )
+
+    def set_item(values: Any, index: Any, value: Any) -> None:
+        index = core._unwrap_if_constexpr(index)
+        values.values[index] = value
+        types = list(values.type.types)
+        (types[index],) = core._type_for_tuple_values([value]).types
+        values.type = core.tuple_type(types, values.type.fields)
+
+    if not hasattr(core.tuple_type, "name"):  # later releases of Triton make it where it is asked for
+        core.tuple_type.__init__ = start
+        core.tuple_type.name = property(name)
+    core.tuple._setitem = set_item
 
 
 def _signature(function: Any) -> inspect.Signature:
