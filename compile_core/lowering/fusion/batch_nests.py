@@ -142,7 +142,7 @@ class _Batching:
     def _gather(self, numbers: Sequence[int]) -> _Gathered:
         """The first of these steps, and those of the others that it can be run together with."""
         batch = _Gathered([], -1, len(self.program.steps))
-        chosen = before = touched_bytes = 0
+        chosen = before = touched_bytes = most_places = 0
         touched: set[str] = set()
         written: set[str] = set()
         for number in numbers:
@@ -151,8 +151,11 @@ class _Batching:
             if self.order.before[number] & chosen or before >> number & 1 or written & self.written[number]:
                 continue
             on_gpu = any(self.program.buffers[name].device.type == "cuda" for name in names)
-            arguments = (len(batch.members) + 1) * self._most_places(number) if on_gpu else 0
-            if on_gpu and (len(touched | names) > _MOST_POINTERS or arguments > _MOST_ARGUMENTS):
+            if on_gpu and len(touched | names) > _MOST_POINTERS:
+                break
+            # All of a batch have as many.
+            most_places = most_places or (self._most_places(number) if on_gpu else 0)
+            if (len(batch.members) + 1) * most_places > _MOST_ARGUMENTS:
                 break
             more = _Gathered(
                 [*batch.members, number],
