@@ -21,7 +21,7 @@ from gradsplit.compile_core.autograd.operators.gradient_sources import (
 )
 from gradsplit.compile_core.ir.bit_sets import bit_set, is_within, members
 from gradsplit.compile_core.ir.graphs import PartitionedGraph
-from gradsplit.compile_core.ir.numbers import is_number
+from gradsplit.compile_core.ir.numbers import is_number, is_sized_by_data
 from gradsplit.compile_core.ir.regions import graph_inputs
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
@@ -37,6 +37,7 @@ class IndependentResults:
         tangents: the names of its placeholders for them.
         tensors: of those for the saved tensors.
         defined_by: the sources of each gradient.
+        is_sized_by_data: zeros for what nobody reads would not do: sizes are counted in it.
     """
 
     groups: dict[Sources, frozenset[int]]
@@ -45,6 +46,7 @@ class IndependentResults:
     tangents: tuple[str, ...]
     tensors: tuple[str, ...]
     defined_by: tuple[Sources, ...]
+    is_sized_by_data: bool
 
     @staticmethod
     def of(graph: PartitionedGraph) -> IndependentResults | None:
@@ -84,6 +86,7 @@ class IndependentResults:
             tuple(tangents),
             tuple(node.name for node in tensors),
             graph.signature.gradient_tangents,
+            any(is_sized_by_data(node.meta.get("val")) for node in backward.graph.nodes),
         )
         found.groups.update((group, found.read_without(every & ~group)) for group in set(group_of))
         return found
@@ -105,7 +108,7 @@ class IndependentResults:
         read = frozenset().union(*(self.groups[group] for group in waiting))
 
         def kept(k: int, tensor: torch.Tensor) -> torch.Tensor | TensorSpec:
-            if k not in read:
+            if k not in read and not self.is_sized_by_data:
                 return self.specs[k] or TensorSpec.of(tensor)
             # With its history a result of the graph would hold the node that holds it.
             return tensor if tensor.is_leaf else tensor.detach()
@@ -146,6 +149,7 @@ class KeptValues:
         found = [value.empty().zero_() if isinstance(value, TensorSpec) else value for value in values]
         if not keep_graph:
             self.waiting -= {group for group in arrived if groups[group]}
+        if not keep_graph and not self.independent.is_sized_by_data:
             read = frozenset().union(*(groups[group] for group in self.waiting))
             self.values = [
                 value if isinstance(value, TensorSpec) or k in read else TensorSpec.of(value)
