@@ -240,3 +240,19 @@ def test_views_that_autograd_forbids_to_use(view_of, backend):
         return failed, a.grad
 
     check_scenario(scenario, backend, breaks=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_views_of_what_nobody_holds_are_not_of_one_another(backend):
+    """One of them may be made to require gradients."""
+
+    def scenario(compile):
+        def program(a):
+            whole = a.asin()
+            return whole.view(-1), whole[0]
+
+        first, second = compile(program)(torch.rand(2, 3))
+        first.requires_grad_()
+        return first.requires_grad, second.requires_grad
+
+    check_scenario(scenario, backend)

@@ -145,3 +145,20 @@ def test_a_handle_that_is_used_is_left_to_plain_python() -> None:
     x = torch.ones(3, requires_grad=True)
     gradsplit.compile(program, backend="eager")(x).sum().backward()
     torch.testing.assert_close(x.grad, torch.ones(3).cos())
+
+
+def test_a_view_retains_its_gradient_before_its_base_is_changed():
+    """Afterwards autograd allows nothing to be asked of it."""
+
+    def program(c):
+        last = [*c][-1]
+        last.retain_grad()
+        c.fmod_(0.5)
+        return c * 2
+
+    found = []
+    for call in (program, gradsplit.compile(program, backend="eager")):
+        x = torch.tensor([0.3, 0.8], requires_grad=True)
+        call(x * 1).sum().backward()
+        found.append(x.grad)
+    torch.testing.assert_close(*found, rtol=0, atol=0)

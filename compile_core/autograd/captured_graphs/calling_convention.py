@@ -228,8 +228,10 @@ def _choose_owner(outputs: Sequence[torch.Tensor], members: Sequence[int]) -> Re
         raise Unsupported(
             "results-share-storage", "two results of the program share memory that neither fills"
         )
-    # A result that was cut off from autograd can be made from the one that was not, but not the other way round.
-    return next((pick for pick in filling if pick.of(outputs).requires_grad), filling[0])
+    # A result that was cut off from autograd can be made from the one that was not, but not the other way round. Of
+    # two views of what nobody holds, the program may have one require gradients, which the other must not see.
+    first = min(filling, key=lambda pick: pick.of(outputs)._is_view())
+    return next((pick for pick in filling if pick.of(outputs).requires_grad), first)
 
 
 def _fills_memory(tensor: torch.Tensor) -> bool:

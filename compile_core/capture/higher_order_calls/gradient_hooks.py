@@ -54,9 +54,12 @@ def _register_hook(state: CaptureState, tensor: TensorValue, hook: Value) -> Val
 
 @method_rule("retain_grad")
 def _retain(state: CaptureState, tensor: TensorValue) -> Value | None:
-    """Told to the result, which gets the gradients of what the graph computes of it where the graph is cut there."""
+    """Told to the result, which gets the gradients of what the graph computes of it where the graph is cut there.
+
+    Not to a view: what it is a view of may have been changed by then, which leaves the view another history, or none.
+    """
     if tensor.fake.requires_grad and not tensor.get_attribute(state, "is_leaf").truth(state):
-        if isinstance(state.graph, BodyGraph):
+        if isinstance(state.graph, BodyGraph) or tensor.fake._is_view():
             return None
         state.graph.required_options["linked_results"] = True
         state.effects.message_given(torch.Tensor.retain_grad, [tensor])
