@@ -47,7 +47,7 @@ def test_the_published_vectors_of_philox(counter, key, expected):
 @PUBLISHED
 def test_the_text_for_nvidias_gpus_computes_them_too(counter, key, expected):
     """What no CPU runs, read here instruction by instruction."""
-    text = triton_compiler._prelude(is_nvidia=True)["PHILOX"].value
+    text = triton_compiler._prelude(is_nvidia=True, is_aligned=True)["PHILOX"].value
     words = {"$2": key, "$3": counter[0], "$4": counter[1]}
 
     def read(word: str) -> int:
