@@ -177,7 +177,8 @@ def corrected(func: Any, args: tuple[Any, ...], result: Any) -> Any:
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """Where nothing is dropped, torch's form in Python returns a copy. That in C++, which asks for sizes, does not."""
-    drops_nothing = (p == 0 or not training) and not inplace
+    is_empty = any(isinstance(size, int) and size == 0 for size in input.shape)
+    drops_nothing = (p == 0 or not training or is_empty) and not inplace
     return input if drops_nothing else functional.dropout(input, p, training, inplace)
 
 
@@ -327,6 +328,11 @@ def _depends_on_data(_: tuple[Any, ...], result: Any) -> Any:
     raise DynamicOutputShapeException(aten._unique.default)
 
 
+def _with_positions(_: tuple[Any, ...], results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Torch up to 2.11 says that positions and counts of no values are such values."""
+    return results[0], *(result.to(torch.int64) for result in results[1:])
+
+
 def _in_format(tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
     if tensor.device.type != "cpu" or tensor.is_contiguous(memory_format=memory_format):
         return tensor
@@ -363,6 +369,9 @@ _CORRECTIONS: Mapping[Any, Callable[[tuple[Any, ...], Any], Any]] = {
     aten.log_sigmoid_forward.default: _all_row_major,
     aten._fft_r2c.default: _real_fourier,
     aten._unique.default: _depends_on_data,
+    aten._unique2.default: _with_positions,
+    aten.unique_dim.default: _with_positions,
+    aten.unique_consecutive.default: _with_positions,
     aten.isin.Tensor_Tensor: _row_major,
     aten.isin.Tensor_Scalar: _row_major,
     aten.nll_loss2d_forward.default: _all_row_major,

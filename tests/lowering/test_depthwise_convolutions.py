@@ -67,6 +67,13 @@ def test_others_stay_convolutions(weight, settings) -> None:
     assert count(joint, aten.convolution.default) == 1
 
 
+def test_large_images_stay_the_librarys() -> None:
+    with torch.no_grad():
+        program, weight = lambda x, w: F.conv2d(x, w, groups=8), torch.randn(8, 1, 3, 3).bfloat16()
+        found = [count(joint_of(program, [images(8, side), weight]), WINDOW_SUMS) for side in (160, 190)]
+    assert found == [1, 0]
+
+
 def test_with_gradients_they_stay_convolutions() -> None:
     inputs = [images().requires_grad_(), torch.randn(8, 1, 3, 3).bfloat16().requires_grad_()]
     joint = joint_of(lambda x, weight: F.conv2d(x, weight, groups=8), inputs)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import gradsplit
 from gradsplit.compile_core.autograd.tracing.record_operators import record
 from gradsplit.compile_core.torch_facts.fake_tensors import run_on_fakes
 
@@ -32,3 +33,24 @@ def test_a_device_is_known_without_an_operator(asked: list[object]) -> None:
         traced = record(lambda _, given: [(given @ given.t()).to(given.device)], [x], [], {}, mode)
     assert len(traced.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)) == 1
     assert torch.ops.aten.mm.default in asked and torch.ops.prim.device.default not in asked
+
+
+@pytest.mark.parametrize("shape", [(0, 2), (3, 2)])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_dropout_of_nothing_is_its_input(shape: tuple[int, ...], training: bool) -> None:
+    mode, plain = FakeTensorMode(), torch.ones(shape)
+    is_same = torch.nn.functional.dropout(plain, 0.5, training) is plain
+    with mode:
+        x = torch.empty(shape)
+    with run_on_fakes(mode):
+        assert (torch.nn.functional.dropout(x, 0.5, training) is x) == is_same
+
+
+@pytest.mark.parametrize("settings", [{}, {"return_inverse": True}, {"dim": 0}])
+def test_counts_of_no_values_are_integers(settings: dict[str, int]) -> None:
+    def program(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.unique(x, return_counts=True, **settings)
+
+    x = torch.ones(0, 4)
+    found, plain = gradsplit.compile(program)(x), program(x)
+    assert [(part.dtype, part.shape) for part in found] == [(part.dtype, part.shape) for part in plain]
