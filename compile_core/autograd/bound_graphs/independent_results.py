@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -96,6 +96,12 @@ class IndependentResults:
         names = inputs_that_matter(self.graph, self.tangents, self.defined_by, absent)
         return frozenset(k for k, name in enumerate(self.tensors) if name in names)
 
+    def to_keep(self, waiting: Iterable[Sources]) -> frozenset[int]:
+        """The positions of what these groups read, or of everything where zeros would not do for the rest."""
+        if self.is_sized_by_data:
+            return frozenset(range(len(self.tensors)))
+        return frozenset().union(*(self.groups[group] for group in waiting))
+
     def may_keep(self, absent: Sources) -> bool:
         """Whether a backward without these tangents leaves any for later: those that read nothing may always come."""
         return bool(absent) or not all(self.groups.values())
@@ -105,10 +111,10 @@ class IndependentResults:
         waiting = {group for group, read in self.groups.items() if is_within(group, absent) or not read}
         if not waiting:
             return None
-        read = frozenset().union(*(self.groups[group] for group in waiting))
+        read = self.to_keep(waiting)
 
         def kept(k: int, tensor: torch.Tensor) -> torch.Tensor | TensorSpec:
-            if k not in read and not self.is_sized_by_data:
+            if k not in read:
                 return self.specs[k] or TensorSpec.of(tensor)
             # With its history a result of the graph would hold the node that holds it.
             return tensor if tensor.is_leaf else tensor.detach()
@@ -149,8 +155,7 @@ class KeptValues:
         found = [value.empty().zero_() if isinstance(value, TensorSpec) else value for value in values]
         if not keep_graph:
             self.waiting -= {group for group in arrived if groups[group]}
-        if not keep_graph and not self.independent.is_sized_by_data:
-            read = frozenset().union(*(groups[group] for group in self.waiting))
+            read = self.independent.to_keep(self.waiting)
             self.values = [
                 value if isinstance(value, TensorSpec) or k in read else TensorSpec.of(value)
                 for k, value in enumerate(self.values)

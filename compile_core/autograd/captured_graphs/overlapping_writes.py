@@ -50,15 +50,12 @@ class RefuseOverlappingWrites(TorchFunctionMode):
         for leaf in tree_leaves(result):
             if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
                 continue
-            if name.endswith("_scatter") and TensorSpec.of(leaf).may_overlap:
+            overlaps = TensorSpec.of(leaf).may_overlap
+            if overlaps and name.endswith("_scatter"):
                 raise Unsupported(
                     "overlapping-write", f"the copy that {name} writes to has elements that share memory"
                 )
-            if (
-                expands
-                or TensorSpec.of(leaf).may_overlap
-                or any(_may_share(leaf, tensor) for tensor in given)
-            ):
+            if expands or overlaps or any(_may_share(leaf, tensor) for tensor in given):
                 self._overlapping[id(leaf)] = leaf
         return result
 

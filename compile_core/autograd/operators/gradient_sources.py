@@ -86,6 +86,9 @@ def inputs_that_matter(
     nothing = {node for node, sources in gradient_sources(graph, tangents).items() if is_nothing(sources)}
     (output,) = graph.find_nodes(op="output")
     gradients: Any = zip(output.args[0], defined_by, strict=True)
-    results = [node for node, sources in gradients if node is not None and not is_nothing(sources)]
-    found = ancestors((node for node in results if node not in nothing), nothing)
-    return {node.name for node in found if node.op == "placeholder"}
+    results = [
+        node
+        for node, sources in gradients
+        if node is not None and node not in nothing and not is_nothing(sources)
+    ]
+    return {node.name for node in ancestors(results, nothing) if node.op == "placeholder"}

@@ -44,9 +44,9 @@ from gradsplit.compile_core.ir.sources import AttributeSource
 from gradsplit.compile_core.ir.wrapper_edges import call_of_class
 from gradsplit.compile_core.torch_facts.wrapper_tensors import is_wrapper_class
 
-# Where torch takes a dtype it takes these classes of Python too.
 # Of objects that run code when they are dropped; nothing in a capture tells when that is.
 FINALIZER = "finalizer"
+# Where torch takes a dtype it takes these classes of Python too.
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 

@@ -90,7 +90,6 @@ def _sums(
     _settle(builder, x, kernel[0] * kernel[1], _MOST_OF_SUMS)
     fake = node.meta["val"]
     result = place or builder.new_like(node.name, fake)
-
     dtype = compute_dtype(x.dtype)
 
     def body(emitter: Emitter, index: Index) -> None:
