@@ -362,7 +362,9 @@ def compile_stages(
             )
         if planner is not None and run_backward is not None:
             run_backward = planner.backward_program(graph, run_forward, run_backward)
-        bound = bind_autograd(graph, run_forward, run_backward, again, updated, stored)
+        bound = bind_autograd(
+            graph, run_forward, run_backward, again, updated, stored, own_nodes=options.linked_results
+        )
         return CompiledGraph(bound, forward, backward, graph)
 
     run: CompiledGraph | GraphOfManySizes

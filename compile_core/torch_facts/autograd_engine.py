@@ -74,6 +74,15 @@ def is_made_with_gradients(view: torch.Tensor) -> bool:
     return _origin_of_view(view).name not in ("NO_GRAD_MODE", "INFERENCE_MODE")
 
 
+def is_wanted(edge: tuple[Any, int]) -> bool:
+    """Whether the backward that runs goes on along an edge of the node that runs."""
+    node, _ = edge
+    try:
+        return node is not None and will_engine_execute_node(node)
+    except RuntimeError:  # Torch's answer for a leaf whose gradient is to be returned.
+        return True
+
+
 def number_of_node(node: Any) -> int:
     """Which of the nodes that its thread has made it is; see ``numbers_given``."""
     return getattr(node, "_sequence_nr", int)()

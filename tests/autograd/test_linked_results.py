@@ -11,6 +11,7 @@ from torch import nn
 from torch.autograd import grad
 
 import gradsplit
+from gradsplit.compile_core import pipeline
 from gradsplit.compile_core.backends.registry import DEFAULT_BACKEND
 from tests.autograd.scenarios import check_scenario, for_each, layer, leaf
 
@@ -108,6 +109,20 @@ def changed_by_the_user(compile):
     return x.grad, w.grad
 
 
+def kept_gradients_of_results_that_are_changed(compile):
+    def program(x, w):
+        first, second = x * w, (x @ w).sin()
+        second.retain_grad()
+        return first, second
+
+    f, x, w = compile(program), leaf(3, 3), leaf(3, 3)
+    first, second = f(x, w)
+    first.retain_grad()
+    changed = [result.mul_(2) for result in (first, second)]
+    sum(result.square().sum() for result in changed).backward()
+    return first.grad, second.grad, x.grad, w.grad
+
+
 def without_gradients(compile):
     f, x, w = compile(hidden_and_result), leaf(3, 3), leaf(3, 3)
     with torch.no_grad():
@@ -137,6 +152,7 @@ SCENARIOS = {
         one_after_another,
         parts_on_the_way,
         changed_by_the_user,
+        kept_gradients_of_results_that_are_changed,
         without_gradients,
         buffers_changed_on_the_way,
     )
@@ -167,15 +183,16 @@ def test_what_cannot_be_cut_is_left_to_torch(caplog):
 
 
 @pytest.mark.parametrize("program", [layer, lambda x, w: (x * w, x + w), lambda x, w: ((x @ w).view(-1), x)])
-def test_results_of_their_own_stay_one_graph(program):
-    compiled = gradsplit.compile(program, backend="aot_eager", options=OPTION)
-    results = compiled(leaf(3, 3), leaf(3, 3))
-    nodes = {
-        result.grad_fn
-        for result in (results if isinstance(results, tuple) else [results])
-        if not result.is_leaf
-    }
-    assert len(nodes) == 1
+def test_results_of_their_own_stay_one_graph(program, monkeypatch):
+    graphs, compile_stages = [], pipeline.compile_stages
+
+    def counted(module, *given, **options):
+        graphs.append(module)
+        return compile_stages(module, *given, **options)
+
+    monkeypatch.setattr(pipeline, "compile_stages", counted)
+    gradsplit.compile(program, backend="aot_eager", options=OPTION)(leaf(3, 3), leaf(3, 3))
+    assert len(graphs) == 1
 
 
 def test_without_the_option_the_gradient_is_not_found():

@@ -112,6 +112,30 @@ def an_input_that_gives_its_size(compile):
     return failure_of(result.sum()), x.grad
 
 
+def for_a_gradient_that_nobody_asks_for(compile):
+    def program(x, y):
+        return x.sin() + y * y
+
+    f = compile(program)
+
+    def called():
+        x, y = leaf(3), leaf(3)
+        product = y.clone()
+        result = f(x, product)
+        with torch.no_grad():
+            product.mul_(2)
+        return x, product, result.sum()
+
+    x, _, total = called()
+    (returned,) = torch.autograd.grad(total, x)
+    x, _, total = called()
+    total.backward(inputs=[x])
+    x, product, total = called()
+    with pytest.raises(RuntimeError, match="expected version"):
+        torch.autograd.grad(total, [x, product])
+    return returned, x.grad
+
+
 def what_no_operation_saves(compile):
     """Eager operations save what they compute from it, also of buffers that are filled again before the backward."""
 
@@ -199,6 +223,7 @@ SCENARIOS = {
         statistics_of_a_norm,
         constants_that_are_results,
         an_input_that_gives_its_size,
+        for_a_gradient_that_nobody_asks_for,
         what_no_operation_saves,
         detached_from_the_count,
         other_memory_for_parameters,

@@ -100,6 +100,8 @@ def bind_autograd(
     differentiable_backward: DifferentiableBackward | None = None,
     updated: Mapping[int, int] | None = None,
     stored: StoredGradients | None = None,
+    *,
+    own_nodes: bool = False,
 ) -> BoundGraph:
     """Joins the compiled programs of ``graph`` into one differentiable callable.
 
@@ -112,6 +114,7 @@ def bind_autograd(
         differentiable_backward: computes gradients that are to be differentiated.
         updated: outputs that ``forward`` itself has stored into inputs; see ``updated_inputs``.
         stored: gradients that ``backward`` stores for a communicator and does not return.
+        own_nodes: autograd gets a node for each result, if there are several.
 
     The grad mode must be that in which the graph was traced.
     """
@@ -127,7 +130,7 @@ def bind_autograd(
     )
     if backward is not None:
         differentiable = DifferentiableProgram.of(
-            graph, forward, backward, differentiable_backward, updated or {}, stored
+            graph, forward, backward, differentiable_backward, updated or {}, stored, own_nodes
         )
     return BoundGraph(
         forward=forward,

@@ -1,7 +1,7 @@
-"""Saved values that a program may change after all, since no gradient arrives that depends on them.
+"""Saved values that a program may change after all, since no gradient that arrives and is asked for depends on them.
 
-To autograd a compiled graph is one node, which unpacks all that it has saved, whichever of its gradients arrive. In
-plain PyTorch each operator unpacks its own, and only when a gradient comes to it.
+To autograd a compiled graph is one node, which unpacks all that it has saved, whichever of its gradients arrive and are
+asked for. In plain PyTorch each operator unpacks its own, and only when the engine comes to it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gradsplit.compile_core.autograd.operators.gradient_sources import inputs_that_matter
+from gradsplit.compile_core.autograd.operators.gradient_sources import Sources, inputs_that_matter
 from gradsplit.compile_core.ir.graphs import PartitionedGraph
 from gradsplit.compile_core.ir.numbers import is_number
 from gradsplit.compile_core.ir.regions import graph_inputs, graph_results
@@ -29,7 +29,7 @@ Noted = tuple[list[int], dict[int, tuple[Sequence[int], Sequence[int]]]]
 
 @dataclass(frozen=True)
 class ChangeableValues:
-    """What is saved of a graph with several results.
+    """What is saved of a graph with several results or inputs.
 
     Attributes:
         watched: positions among what is saved of the graph's own outputs, whose change autograd notices only when a
@@ -61,12 +61,15 @@ class ChangeableValues:
         tensors = ((k, saved[k]) for k in self.open)
         return versions, {k: (tensor.shape, tensor.stride()) for k, tensor in tensors if tensor is not None}
 
-    def unpack(self, saved: Sequence[Any], noted: Noted, absent: int) -> list[torch.Tensor | None] | None:
+    def unpack(
+        self, saved: Sequence[Any], noted: Noted, absent: Sources, unwanted: frozenset[int]
+    ) -> list[torch.Tensor | None] | None:
         """Torch's ``SavedTensor``s as tensors, and zeros for what was changed and matters to no gradient: it may
         have another size by now, and an index may lead anywhere. ``None`` if one that matters has been changed.
 
         Args:
             absent: the tangents that do not arrive, as a bit set.
+            unwanted: positions of the gradients that nobody has asked for.
         """
         backward = self.graph.backward
         assert backward is not None
@@ -74,7 +77,7 @@ class ChangeableValues:
         tangents = [node.name for node in inputs[len(self.graph.saved) :]]
         signature = self.graph.signature
         matter = inputs_that_matter(
-            backward.graph, tangents[: len(signature.tangents)], signature.gradient_tangents, absent
+            backward.graph, tangents[: len(signature.tangents)], signature.gradient_tangents, absent, unwanted
         )
         versions, layouts = noted
         version_of = dict(zip(self.watched, versions, strict=True))

@@ -46,6 +46,7 @@ from gradsplit.compile_core.torch_facts.apart_from_torch_compile import apart_fr
 from gradsplit.compile_core.torch_facts.autograd_engine import (
     are_transforms_active,
     graph_task_keeps_graph,
+    is_wanted,
     register_hook_dict,
 )
 from gradsplit.compile_core.torch_facts.thread_state import is_any_autocast_enabled
@@ -69,8 +70,9 @@ class DifferentiableProgram:
         restored: what was saved, for those who are not ``backward``, which knows what ``forward`` kept to itself.
         stored: the gradients that the backward stores for a communicator, instead of returning them.
         flags: what the backward is told of gradients that do not arrive.
-        changeable: what is saved that may be changed where its gradient does not arrive.
+        changeable: what is saved that may be changed where nothing that is asked for is computed from it.
         later: what is saved that plain PyTorch does not save.
+        own_nodes: each result has a node of its own in any case.
     """
 
     forward: Program
@@ -93,6 +95,7 @@ class DifferentiableProgram:
     flags: ArrivalFlags
     changeable: ChangeableValues | None
     later: LaterChanges | None
+    own_nodes: bool
 
     @staticmethod
     def of(
@@ -102,11 +105,14 @@ class DifferentiableProgram:
         differentiable_backward: DifferentiableBackward | None,
         updated: Mapping[int, int],
         stored: StoredGradients | None,
+        own_nodes: bool,
     ) -> DifferentiableProgram:
         assert graph.backward is not None
         signature = graph.signature
         # What is to be differentiated again needs all that was saved.
-        may_be_absent = len(signature.tangents) > 1 and differentiable_backward is None
+        is_in_parts = differentiable_backward is None and (
+            len(signature.tangents) > 1 or len(signature.gradient_inputs) > 1
+        )
         changed = frozenset(mutation.input for mutation in signature.mutated)
         undefined = {signature.gradient_inputs[k] for k in signature.left_undefined}
         found = zip(signature.gradient_inputs, graph_results(graph.backward), strict=True)
@@ -142,8 +148,9 @@ class DifferentiableProgram:
             restored=getattr(backward, "restored", list),
             stored=stored,
             flags=ArrivalFlags.of(graph),
-            changeable=ChangeableValues.of(graph) if may_be_absent else None,
+            changeable=ChangeableValues.of(graph) if is_in_parts else None,
             later=None if hasattr(backward, "restored") else LaterChanges.of(graph),
+            own_nodes=own_nodes,
         )
 
     def __call__(self, primals: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -169,7 +176,7 @@ class DifferentiableProgram:
     @functools.cached_property
     def separate(self) -> SeparateResults | None:
         """Limit: none if gradients are stored or to be differentiated, which needs one node."""
-        if self.changeable is None or self.stored is not None:
+        if self.changeable is None or self.stored is not None or len(self.signature.tangents) == 1:
             return None
         every = frozenset(self.signature.tangents)
         of_inputs = dict(zip(self.tensor_inputs, self.results_of_edges(), strict=True))
@@ -177,7 +184,8 @@ class DifferentiableProgram:
         return SeparateResults.of(
             self.signature.tangents,
             {k: every if of is None else of for k, of in of_inputs.items()},
-            bool(self.all_sources >> len(every)),
+            get_zeros=bool(self.all_sources >> len(every)),
+            own_nodes=self.own_nodes,
         )
 
     @functools.cached_property
@@ -364,7 +372,8 @@ def _idle(ctx: Any, absent: Sources) -> Sources:
 
 
 def _saved_tensors(ctx: Any, absent: Sources) -> Sequence[Any]:
-    """What was saved. That it has been changed or freed is an error only where an arriving gradient depends on it."""
+    """What was saved. That it has been changed or freed is an error only where an arriving gradient depends on it, and
+    that it has been changed only where it is for a gradient that is asked for."""
     program: DifferentiableProgram = ctx.program
     later = program.later
     if later is not None and later.calls_left:
@@ -382,9 +391,9 @@ def _saved_tensors(ctx: Any, absent: Sources) -> Sequence[Any]:
         is_of_change = "modified" in str(error) and "inplace" in str(error)
         if is_of_change and later is not None:
             later.expect()
-        if not absent or changeable is None or not is_of_change:
+        if changeable is None or not is_of_change:
             raise
-        found = changeable.unpack(ctx._raw_saved_tensors, ctx.noted, absent)
+        found = changeable.unpack(ctx._raw_saved_tensors, ctx.noted, absent, _unwanted(ctx))
         if found is None:
             raise
         return found
@@ -392,6 +401,17 @@ def _saved_tensors(ctx: Any, absent: Sources) -> Sequence[Any]:
     if independent is not None and independent.may_keep(absent) and not graph_task_keeps_graph():
         ctx.kept = independent.keep(saved, absent)
     return saved
+
+
+def _unwanted(ctx: Any) -> frozenset[int]:
+    """The gradients, by position, with which the engine goes nowhere: it was asked for others."""
+    program: DifferentiableProgram = ctx.program
+    if program.stored is not None:
+        return frozenset()
+    edges = dict(zip(program.tensor_inputs, ctx.next_functions, strict=True))
+    return frozenset(
+        k for k, position in enumerate(program.signature.gradient_inputs) if not is_wanted(edges[position])
+    )
 
 
 def edges_behind(node: Any, result: int) -> Sequence[tuple[Any, int]]:

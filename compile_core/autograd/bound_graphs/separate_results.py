@@ -37,16 +37,23 @@ class SeparateResults:
         groups: sets of those, each with the positions of the inputs whose gradients depend on these very results.
         of_few: the inputs that do not depend on all.
         get_zeros: whether custom functions get zeros where the engine comes to a result with nothing.
+        own_nodes: whether the results have nodes of their own whatever the inputs: torch fails an assertion where a
+            result of a node but its first retains its gradient and is then changed in place.
     """
 
     results: tuple[int, ...]
     groups: tuple[tuple[frozenset[int], tuple[int, ...]], ...]
     of_few: tuple[int, ...]
     get_zeros: bool
+    own_nodes: bool
 
     @staticmethod
     def of(
-        results: tuple[int, ...], results_of_inputs: dict[int, frozenset[int]], get_zeros: bool
+        results: tuple[int, ...],
+        results_of_inputs: dict[int, frozenset[int]],
+        *,
+        get_zeros: bool,
+        own_nodes: bool,
     ) -> SeparateResults | None:
         """``None`` if it cannot matter, or a result leads to no input."""
         every = frozenset(results)
@@ -55,14 +62,18 @@ class SeparateResults:
         for position, of in results_of_inputs.items():
             if of:
                 groups.setdefault(of, []).append(position)
-        if not (of_few or get_zeros) or frozenset().union(*groups) != every:
+        if not (of_few or get_zeros or own_nodes) or frozenset().union(*groups) != every:
             return None
         return SeparateResults(
-            results, tuple((of, tuple(positions)) for of, positions in groups.items()), of_few, get_zeros
+            results,
+            tuple((of, tuple(positions)) for of, positions in groups.items()),
+            of_few,
+            get_zeros,
+            own_nodes,
         )
 
     def matter_for(self, primals: Sequence[Any]) -> bool:
-        return self.get_zeros or any(primals[k].grad_fn is not None for k in self.of_few)
+        return self.get_zeros or self.own_nodes or any(primals[k].grad_fn is not None for k in self.of_few)
 
     def separate(self, outputs: Sequence[Any], primals: Sequence[Any]) -> tuple[Any, ...]:
         """The outputs of the node of the call, as results of nodes of their own."""

@@ -71,13 +71,18 @@ def _any_of(found: Mapping[Node, Sources], values: Iterable[Node]) -> Sources:
 
 
 def inputs_that_matter(
-    graph: Graph, tangents: Sequence[str], defined_by: Sequence[Sources], absent: Sources
+    graph: Graph,
+    tangents: Sequence[str],
+    defined_by: Sequence[Sources],
+    absent: Sources,
+    unwanted: frozenset[int] = frozenset(),
 ) -> set[str]:
-    """The placeholders that any gradient is computed from which depends on more than the absent tangents.
+    """The placeholders that any wanted gradient is computed from which depends on more than the absent tangents.
 
     Args:
         defined_by: the sources of each gradient, also of one that is the same number for all tangents.
         absent: positions of tangents, to which the engine does not come, as a bit set.
+        unwanted: positions of gradients.
     """
 
     def is_nothing(sources: Sources) -> bool:
@@ -88,7 +93,7 @@ def inputs_that_matter(
     gradients: Any = zip(output.args[0], defined_by, strict=True)
     results = [
         node
-        for node, sources in gradients
-        if node is not None and node not in nothing and not is_nothing(sources)
+        for k, (node, sources) in enumerate(gradients)
+        if node is not None and k not in unwanted and node not in nothing and not is_nothing(sources)
     ]
     return {node.name for node in ancestors(results, nothing) if node.op == "placeholder"}
