@@ -356,6 +356,14 @@ def test_changed_metadata(change):
     unsupported("metadata-mutation", lambda x: (change(x) * 2,), torch.randn(2, 3))
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_meshgrid_expands_is_not_written(size):
+    def program(x):
+        return (torch.meshgrid(x, x, indexing="ij")[1].nan_to_num_(),)
+
+    unsupported("overlapping-write", program, torch.full((size,), torch.inf))
+
+
 def test_copies_that_overlap_are_not_written():
     """Eager copies windows as they lie in memory, so what is written to one of them is in the next one, too."""
 

@@ -82,6 +82,13 @@ def changed_through_data(x, i):
     return z + 1
 
 
+def made_without_gradients(x, i):
+    y = x * 2
+    with torch.no_grad():
+        z = y[i]
+    return z, z.requires_grad
+
+
 def read_before_it_is_stored(x, i):
     y = x * 2
     z = y[i]
@@ -92,7 +99,15 @@ def read_before_it_is_stored(x, i):
 
 
 @pytest.mark.parametrize(
-    "program", [returned, changed, changed_below, changed_through_data, read_before_it_is_stored]
+    "program",
+    [
+        returned,
+        changed,
+        changed_below,
+        changed_through_data,
+        made_without_gradients,
+        read_before_it_is_stored,
+    ],
 )
 def test_where_a_view_is_more_than_read_plain_python_makes_it(program) -> None:
     check_same(program, lambda: (torch.randn(3, 4, requires_grad=True), torch.tensor(1)), fullgraph=False)

@@ -17,7 +17,8 @@ from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 from gradsplit.compile_core.torch_facts.autograd_engine import is_wrapped_by_transform
 
-_EXPANSIONS = frozenset(["expand", "expand_as", "broadcast_to", "broadcast_tensors"])
+# Also where nothing is repeated, which the strides do not tell.
+_EXPANSIONS = frozenset(["expand", "expand_as", "broadcast_to", "broadcast_tensors", "meshgrid"])
 
 
 class RefuseOverlappingWrites(TorchFunctionMode):

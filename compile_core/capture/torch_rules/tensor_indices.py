@@ -56,7 +56,10 @@ def _index_by_numbers(state: CaptureState, args: list[Any]) -> Value | None:
     rest = [part for part in parts if not _is_number(part)]
     if not any(isinstance(part, TensorValue | SequenceValue) or _is_bool(part) for part in rest):
         what = "a view at an index that a tensor holds"
-        note_view_copy(state, taken.node, [tensor.node], what, _key(tensor, places))
+        # A view requires gradients where it is made without, too.
+        keeps_gradients = taken.fake.requires_grad == tensor.fake.requires_grad
+        key = _key(tensor, places) if keeps_gradients else ()
+        note_view_copy(state, taken.node, [tensor.node], what, key)
     return taken if not rest else taken.get_item(state, SequenceValue(rest, tuple))
 
 
