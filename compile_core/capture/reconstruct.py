@@ -13,6 +13,7 @@ from gradsplit.compile_core.capture.graph.side_effects import SideEffects
 from gradsplit.compile_core.capture.object_model.classes import ClassValue
 from gradsplit.compile_core.capture.object_model.exceptions import ExceptionValue
 from gradsplit.compile_core.capture.object_model.functions import CellValue, FunctionValue
+from gradsplit.compile_core.capture.object_model.hooked_results import take_hooks_of_results
 from gradsplit.compile_core.capture.object_model.instance_dict import MISSING
 from gradsplit.compile_core.capture.object_model.made_classes import refuse_made
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue
@@ -266,6 +267,10 @@ class RunnerWriter(SourceWriter):
             name = self.constant(cls)
             stored = "" if value is MISSING else f"setattr({name}, {attribute!r}, {self.emit(value)})"
             self._effects.append(stored or f"delattr({name}, {attribute!r})")
+        for tensor, hook in take_hooks_of_results(self.state, self.outputs):
+            self._effects.append(
+                f"{self.constant(torch.Tensor.register_hook)}({self.emit(tensor)}, {self.emit(hook)})"
+            )
         # A lock is let go of when all is stored.
         for give, arguments in effects.messages:
             self._effects.append(f"{self.constant(give)}({', '.join(map(self.emit, arguments))})")

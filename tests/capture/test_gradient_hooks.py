@@ -162,3 +162,43 @@ def test_a_view_retains_its_gradient_before_its_base_is_changed():
         call(x * 1).sum().backward()
         found.append(x.grad)
     torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def of_a_result(x, w, noted):
+    y = (x * w).sin()
+    y.register_hook(lambda g: g * 2)
+    y.register_hook(lambda g: g + 1)
+    return y
+
+
+def of_a_result_before_a_break(x, w, noted):
+    y = (x * w).sin()
+    y.register_hook(lambda g: g * 2)
+    y.register_hook(noted.append)
+    return y
+
+
+def of_one_result_of_two(x, w, noted):
+    y, z = (x * w).sin(), x * 2
+    z.register_hook(lambda g: g * w.detach())
+    y.register_hook(lambda g: g * 3)
+    return z, y
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "triton"])
+@pytest.mark.parametrize("program", [of_a_result, of_a_result_before_a_break, of_one_result_of_two])
+def test_hooks_of_results_come_before_later_ones(program, backend) -> None:
+    found = []
+    for run in (program, gradsplit.compile(program, backend=backend)):
+        for _ in range(2):
+            generator = torch.Generator().manual_seed(0)
+            x, w = (torch.randn(4, generator=generator, requires_grad=True) for _ in range(2))
+            noted: list[torch.Tensor] = []
+            results = run(x, w, noted)
+            results = results if isinstance(results, tuple) else (results,)
+            for result in results:
+                result.register_hook(noted.append)
+            sum(result.square().sum() for result in results).backward()
+            found.append([x.grad, w.grad, *noted])
+    assert bool(run.break_reasons) is (program is of_a_result_before_a_break)
+    torch.testing.assert_close(found[2:], found[:2])

@@ -387,7 +387,7 @@ def main() -> None:
                     print(f"seed {seed} {what}", flush=True)
                 print(f"{done} expressions, {len(wrong)} wrong, {time.monotonic() - began:.0f} s", flush=True)
                 if wrong and not arguments.keep_going:
-                    pool.shutdown(wait=False, cancel_futures=True)
+                    pool.shutdown(cancel_futures=True)
                     break
         if wrong and not arguments.keep_going:
             checker = Checker(arguments.runner, Path(folder))

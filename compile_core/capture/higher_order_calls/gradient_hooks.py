@@ -13,9 +13,11 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from gradsplit.compile_core.capture.higher_order_calls.bodies import BodyGraph, body_argument, body_graph
+from gradsplit.compile_core.capture.object_model.hooked_results import HookInGraph
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.constants import ConstantValue, is_none
 from gradsplit.compile_core.capture.values.tensors import METHOD_RULES, TensorValue, method_rule
+from gradsplit.compile_core.capture.values.view_copies import version_of
 from gradsplit.compile_core.ir import higher_order
 
 
@@ -49,6 +51,8 @@ def _register_hook(state: CaptureState, tensor: TensorValue, hook: Value) -> Val
         body = graph.close([result.node])
     nodes = [tensor.node, state.graph.hold("hook", body), *graph.lifted]
     state.call_tensor_nodes(higher_order.hook_gradient, nodes, lambda *given: None)
+    node = next(reversed(tensor.node.users))
+    state.hooks_in_graph.append(HookInGraph(node, tensor, hook, version_of(tensor.node)))
     return HookHandle()
 
 

@@ -295,6 +295,8 @@ class CaptureState:
         self.made_classes: list[type] = []
         # Copies that stand for views (``values/view_copies.py``).
         self.view_copies: list[Any] = []
+        # Hooks of gradients of what the graph computes (``object_model/hooked_results.py``).
+        self.hooks_in_graph: list[Any] = []
         # What turns modes and switches of torch in the graph; the settings before the capture turned any.
         self.turned: set[Any] = set()
         self.switches_at_start: tuple[tuple[Any, ...], ...] = ()
