@@ -29,7 +29,7 @@ class HookInGraph:
 
     @property
     def may_be_outside(self) -> bool:
-        _, _, *lifted = self.node.args
+        _, _, *lifted = self.node.all_input_nodes
         is_changed = version_of(self.tensor.node) != self.version
         reads_inputs = all(node.op == "placeholder" for node in lifted)
         return isinstance(self.hook, FunctionValue) and reads_inputs and not is_changed
