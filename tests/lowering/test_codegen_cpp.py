@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -203,6 +204,17 @@ def test_long_sums_are_as_accurate_as_eager(folder: Path) -> None:
     build([source], folder)[source.name](storages["x"], storages["y"])
     eager_error = (storages["x"].sum().double() - exact).abs()
     assert (storages["y"].double() - exact).abs() <= max(eager_error, exact * 2**-24)
+
+
+@pytest.mark.parametrize("length", [357, 4000, 100_000])
+def test_a_sum_of_all_elements_is_vectorised(length: int, folder: Path) -> None:
+    """One sum after another is slow and, of equal numbers, far from exact."""
+    case = total((length,))
+    source = generate_cpp(*case)
+    x, y = torch.full((length,), 2.3226578), torch.zeros(1)
+    build([source], folder)[source.name](x, y)
+    exact, one_by_one = x.double().sum(), numpy.cumsum(x.numpy())[-1]
+    assert (y.double() - exact).abs() <= abs(float(one_by_one) - exact) / 4
 
 
 def test_kernels_take_tensors_or_addresses(folder: Path) -> None:

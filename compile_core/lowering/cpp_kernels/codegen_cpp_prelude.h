@@ -347,14 +347,19 @@ INLINE int64_t wrapped_index(int64_t index, int64_t size, bool active, int &bad)
 
 // Calls body(begin, end) on ranges that cover [0, count), one a thread, none below `grain` items. The number
 // of threads is torch's: torch.set_num_threads sets the same OpenMP runtime. One thread means a plain call,
-// no parallel region.
+// no parallel region; the compiler is not to know that range, or it makes a copy of the body for it and, where that
+// is one unit, drops the loop of units and with it what says that the sums in it may be vectorised.
 template <class Body> INLINE int parallel_ranges(int64_t count, int64_t grain, Body body) {
   int64_t threads = 1;
   if (count > grain) {
     int64_t wanted = (count + grain - 1) / grain, most = omp_in_parallel() ? 1 : omp_get_max_threads();
     threads = wanted < most ? wanted : most;
   }
-  if (threads <= 1) return body(int64_t(0), count);
+  if (threads <= 1) {
+    int64_t begin = 0;
+    asm("" : "+r"(begin), "+r"(count));
+    return body(begin, count);
+  }
   int status = 0;
 #pragma omp parallel num_threads(int(threads)) reduction(| : status)
   {
