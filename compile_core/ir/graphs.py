@@ -7,7 +7,7 @@ when the graph is partitioned or scheduled.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -164,9 +164,9 @@ class JointGraph:
         tangents: names of the tangent placeholders, and then of the flags for ``signature.presence``; empty for an
             inference graph.
         num_outputs: how many of the outputs belong to the forward.
-        unnoticed_inputs: positions of the primals in whose memory no operation of plain PyTorch saves anything, so that
-            it does not notice when they are changed before the backward.
-        unnoticed_outputs: positions of such outputs of the graph.
+        unnoticed_inputs: positions of the primals in whose memory no operation of plain PyTorch saves anything for some
+            tangents, so that it does not notice when they are changed before these arrive -> those tangents, a bit set.
+        unnoticed_outputs: the same of outputs of the graph.
         folded: what is computed apart from the calls; its values are the last primals.
     """
 
@@ -175,8 +175,8 @@ class JointGraph:
     tangents: tuple[str, ...]
     num_outputs: int
     signature: GraphSignature
-    unnoticed_inputs: frozenset[int] = frozenset()
-    unnoticed_outputs: frozenset[int] = frozenset()
+    unnoticed_inputs: Mapping[int, int] = field(default_factory=dict)
+    unnoticed_outputs: Mapping[int, int] = field(default_factory=dict)
     folded: FoldedValues | None = None
 
 
@@ -191,7 +191,8 @@ class PartitionedGraph:
             ``signature.gradient_inputs``, ``None`` where undefined. ``None`` for an inference graph.
         saved: names of the saved values, tensors and then numbers; a saved primal keeps its placeholder's name.
         saved_bytes: bytes of the saved values that are not primals.
-        unnoticed: names of the saved values that others may change, and that no operation of plain PyTorch saves.
+        unnoticed: names of the saved values that others may change, and that plain PyTorch does not save for all of the
+            gradients that are computed from them here.
     """
 
     forward: torch.fx.GraphModule

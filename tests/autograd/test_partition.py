@@ -73,6 +73,11 @@ def test_results_of_operators_with_several_are_saved_one_by_one():
     assert all(isinstance(node.meta["val"], torch.Tensor) for node in graph_inputs(graph.backward))
 
 
+def test_an_operator_with_several_results_before_a_product() -> None:
+    graph = partitioned_graph(lambda x: x.frexp()[0] @ x.frexp()[0].mT, leaf(8, 8))
+    assert graph.backward is not None
+
+
 def test_product_for_a_product_is_not_written_again():
     """``relu`` feeds the second product's backward from memory, so it is saved, not computed again."""
     graph = partitioned_graph(lambda x, w, v: (x @ w).relu() @ v, torch.randn(8, 8), leaf(8, 8), leaf(8, 8))

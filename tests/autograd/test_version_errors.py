@@ -136,6 +136,20 @@ def for_a_gradient_that_nobody_asks_for(compile):
     return returned, x.grad
 
 
+def saved_for_another_result_only(compile):
+    """The square saves what it takes, and activations their own results; nothing comes to the square."""
+
+    def program(x):
+        t = x + 1
+        return t, t * t, (t + 0.0).relu().sigmoid()
+
+    x = leaf(4)
+    t, _, y = compile(program)(x)
+    t.add_(1)
+    failure = failure_of(y.sum())
+    return y, x.grad, failure
+
+
 def what_no_operation_saves(compile):
     """Eager operations save what they compute from it, also of buffers that are filled again before the backward."""
 
@@ -224,6 +238,7 @@ SCENARIOS = {
         constants_that_are_results,
         an_input_that_gives_its_size,
         for_a_gradient_that_nobody_asks_for,
+        saved_for_another_result_only,
         what_no_operation_saves,
         detached_from_the_count,
         other_memory_for_parameters,

@@ -152,14 +152,20 @@ def _with_memory(value: Any) -> Any:
 _SUMS = frozenset(["sum", "mean", "add", "sub", "cumsum", "dot", "mv", "mm", "addmm", "bmm"])
 
 
-def _drop_remainders(result: torch.Tensor, terms: Any) -> None:
-    sizes = [t.detach().abs().max().item() for t in terms if isinstance(t, torch.Tensor) and t.numel()]
-    least = max(sizes, default=0.0) * _RELATIVE.get(result.dtype, 1e-9) / 1e3
-    result.copy_(torch.where(result.abs() < least, 0.0, result))
+def _last_bits(terms: Any, dtype: torch.dtype) -> float:
+    """What a sum of these may be off by, however small it is, as its terms are added in another order."""
+    sizes = [_largest(term) for term in terms if isinstance(term, torch.Tensor)]
+    return max(sizes, default=0.0) * _RELATIVE.get(dtype, 1e-9) / 1e3
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    finite = tensor.detach()[tensor.isfinite()]
+    return finite.abs().max().item() if finite.numel() else 0.0
 
 
 class _Counting(TorchDispatchMode):
-    """Notes the operators and the coarsest floats of a run; with ``shake`` it moves results by some last bits.
+    """Notes the operators and the coarsest floats of a run; with ``shake`` it moves results by some last bits, those
+    of sums by some of their terms'.
 
     With ``whole_vectors``, operators compute no element as one that is left over behind the last whole vector, which
     torch's kernels do in another way (elu's gradient at NaN, say). With ``without_remainders``, sums whose terms cancel
@@ -192,10 +198,13 @@ class _Counting(TorchDispatchMode):
                 is_new = not any(part is argument for argument in arguments) and not function.is_view
                 # Torch's zeros without memory cannot be written.
                 is_new = is_new and not part._is_zerotensor()
+                last = 0.0
+                if is_new and name in _SUMS and part.is_floating_point():
+                    last = _last_bits(arguments, part.dtype)
                 if self._generator is not None and is_new and name not in _EXACT:
-                    self._move(part)
-                if self._without_remainders and is_new and name in _SUMS and part.is_floating_point():
-                    _drop_remainders(part, arguments)
+                    self._move(part, last)
+                if self._without_remainders and last:
+                    part.copy_(torch.where(part.abs() < last, 0.0, part))
         return result
 
     def _compute_again(self, function: Any, result: Any, arguments: Any, named: Any) -> None:
@@ -211,10 +220,12 @@ class _Counting(TorchDispatchMode):
         ]
         result.copy_(function(*many, **named)[0])
 
-    def _move(self, value: torch.Tensor) -> None:
+    def _move(self, value: torch.Tensor, last: float) -> None:
         noise = torch.randn(value.shape, generator=self._generator, dtype=torch.float64)
         scale = _RELATIVE.get(value.dtype, 1e-9) / 1e3
         torch.ops.aten.mul_.Tensor(value, (1 + noise * scale).to(value.dtype))
+        if last:
+            value.add_((noise * last).to(value.dtype))
         # The sign of what is no number is left to the order of operands, which kernels choose as they like.
         if value.is_floating_point():
             value.copy_(torch.where(value.isnan(), value.copysign(noise.to(value.dtype)), value))

@@ -375,6 +375,23 @@ def test_powers_of_integers_wrap(folder: Path) -> None:
     check(case, source, build([source], folder)[source.name], storages)
 
 
+def test_integers_wrap(folder: Path) -> None:
+    """The least one has no absolute value, and one more than the greatest is less."""
+    b = NestBuilder((3,))
+    for name in ("x", "y", "z"):
+        b.buffer(name, (3,), I64)
+    x = b.load("x", (0,))
+    b.store("y", (0,), b.apply("remainder", b.apply("abs", x), b.constant(3, I64)))
+    is_less = b.apply("lt", b.apply("add", x, b.constant(1, I64)), x)
+    b.store("z", (0,), b.apply("where", is_less, b.constant(1, I64), b.constant(0, I64)))
+    source = generate_cpp(b.nest("wrapping"), b.buffers)
+    limits = torch.iinfo(I64)
+    x, y, z = torch.tensor([limits.min, -4, limits.max]), torch.zeros(3, dtype=I64), torch.zeros(3, dtype=I64)
+    build([source], folder)[source.name](*({"x": x, "y": y, "z": z}[name] for name in source.buffers))
+    assert y.tolist() == (x.abs() % 3).tolist()
+    assert z.tolist() == [0, 0, 1]
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
 def test_numbers_that_an_integer_does_not_hold(dtype: torch.dtype) -> None:
     """Also where a compiler knows them."""

@@ -7,6 +7,7 @@ is made as a view of that tensor when the graph has run, so that a later change 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -60,8 +61,9 @@ class CallingConvention:
         rebound: positions of the inputs that the program changes in place under the eyes of autograd, so that
             they have a history of their own afterwards.
         counted: positions of the inputs whose versions tell of changes.
-        unnoticed_inputs: positions of the inputs that plain PyTorch does not save.
-        unnoticed_picks: positions in ``picks`` of such as it does not save.
+        unnoticed_inputs: positions of the inputs that plain PyTorch does not save -> the roots for which it does not, a
+            bit set: results that are differentiable, and then ``rebound``.
+        unnoticed_picks: the same of positions in ``picks``.
         spent: positions in ``picks`` of those whose history the program itself has used up: no backward comes through.
     """
 
@@ -72,8 +74,8 @@ class CallingConvention:
     gradient_inputs: tuple[int, ...]
     rebound: tuple[int, ...]
     counted: frozenset[int]
-    unnoticed_inputs: frozenset[int]
-    unnoticed_picks: frozenset[int]
+    unnoticed_inputs: Mapping[int, int]
+    unnoticed_picks: Mapping[int, int]
     spent: frozenset[int]
 
 
@@ -125,14 +127,14 @@ def find_calling_convention(
         picked = [pick.of(outputs) for pick in picks]
         asks = any(node.target is torch.autograd.grad for node in module.graph.nodes)
         spent = frozenset(k for k, tensor in enumerate(picked) if asks and _is_spent(tensor))
-        flowing = [tensor for k, tensor in enumerate(picked) if k not in spent]
-        roots = [*flowing, *map(tensors.__getitem__, rebound)]
+        differentiable = tuple(tensor.requires_grad and k not in spent for k, tensor in enumerate(picked))
+        roots = [*itertools.compress(picked, differentiable), *map(tensors.__getitem__, rebound)]
         unnoticed_inputs, unnoticed_picks = unnoticed(roots, tensors, dict(enumerate(picked)))
         convention = CallingConvention(
             results=results,
             picks=picks,
             specs=tuple(TensorSpec.of(tensor) for tensor in picked),
-            differentiable=tuple(tensor.requires_grad and k not in spent for k, tensor in enumerate(picked)),
+            differentiable=differentiable,
             gradient_inputs=tuple(k for k, (_, requires_grad, _) in before.items() if requires_grad),
             rebound=tuple(rebound),
             counted=frozenset(tensors)

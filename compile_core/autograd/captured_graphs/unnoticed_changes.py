@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import networkx
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.fx import GraphModule
@@ -14,9 +15,10 @@ from gradsplit.compile_core.errors import Unsupported
 
 
 def unnoticed(
-    roots: Iterable[torch.Tensor], *groups: Mapping[int, torch.Tensor]
-) -> tuple[frozenset[int], ...]:
-    """The keys, in each group, of tensors in whose memory no operation has saved anything.
+    roots: Sequence[torch.Tensor], *groups: Mapping[int, torch.Tensor]
+) -> tuple[dict[int, int], ...]:
+    """For the keys, in each group, of tensors in whose memory not every root's operations have saved anything: those
+    roots, as a bit set of their positions. A backward through them does not notice that the tensor was changed.
 
     Args:
         roots: results of a run with autograd, which lives as long as these.
@@ -24,11 +26,13 @@ def unnoticed(
     """
     memories = _saved_memories(roots)
     if memories is None:
-        return tuple(frozenset() for _ in groups)
-    return tuple(
-        frozenset(k for k, tensor in group.items() if tensor.untyped_storage()._cdata not in memories)
+        return tuple({} for _ in groups)
+    everyone = (1 << len(roots)) - 1
+    found = (
+        {k: everyone & ~memories.get(tensor.untyped_storage()._cdata, 0) for k, tensor in group.items()}
         for group in groups
     )
+    return tuple({k: others for k, others in group.items() if others} for group in found)
 
 
 def refuse_changes_of_what_is_saved(module: GraphModule) -> None:
@@ -42,7 +46,7 @@ def refuse_changes_of_what_is_saved(module: GraphModule) -> None:
     (output,) = module.graph.find_nodes(op="output")
     results = (node.meta["example_value"] for node in output.args[0])
     memories = _saved_memories(result for result in results if isinstance(result, torch.Tensor))
-    if memories is None or not written.isdisjoint(memories):
+    if memories is None or not written.isdisjoint(memories.keys()):
         raise Unsupported(
             "unseen-change",
             "the program changes a tensor through .data that a backward may read",
@@ -50,23 +54,37 @@ def refuse_changes_of_what_is_saved(module: GraphModule) -> None:
         )
 
 
-def _saved_memories(roots: Iterable[torch.Tensor]) -> set[int] | None:
-    """``None`` where that is not to be known."""
+def _saved_memories(roots: Iterable[torch.Tensor]) -> dict[int, int] | None:
+    """Where operations have saved something -> the positions of the roots that they lead to, as a bit set.
+
+    ``None`` where that is not to be known.
+    """
     try:
-        nodes: list[Any] = [root.grad_fn for root in roots]
+        starts: list[Any] = [root.grad_fn for root in roots]
     except RuntimeError:  # of a view of a leaf that was changed otherwise: autograd gives it no history
         return None
-    seen: set[Any] = {None}
-    memories: set[int] = set()
+    history: networkx.DiGraph[Any] = networkx.DiGraph()
+    history.add_nodes_from(start for start in starts if start is not None)
+    nodes = [*history]
     while nodes:
         node = nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        nodes += [further for further, _ in node.next_functions]
+        for further, _ in node.next_functions:
+            if further is not None:
+                if further not in history:
+                    nodes.append(further)
+                history.add_edge(node, further)
+    leads_to = dict.fromkeys(history, 0)
+    for k, start in enumerate(starts):
+        if start is not None:
+            leads_to[start] |= 1 << k
+    memories: dict[int, int] = {}
+    for node in networkx.topological_sort(history):
+        for further in history.successors(node):
+            leads_to[further] |= leads_to[node]
         for saved in _saved_by(node):
             if isinstance(saved, torch.Tensor):
-                memories.add(saved.untyped_storage()._cdata)
+                memory = saved.untyped_storage()._cdata
+                memories[memory] = memories.get(memory, 0) | leads_to[node]
             elif saved is not None:
                 return None  # who knows what a hook for saved tensors reads
     return memories

@@ -239,9 +239,10 @@ def _is_written_beside(problem: CutProblem, node: Node, needed: Set[Node]) -> bo
     activation function or by dropout, which a kernel of the backward reads anyway. Then it costs another write, and
     not to save it is worth that: it is half of what a perceptron keeps.
     """
-    if node.meta["val"].device.type != "cuda" or bytes_of(node) < LARGE_BYTES:
+    value = node.meta["val"]
+    if not isinstance(value, torch.Tensor) or value.device.type != "cuda" or bytes_of(node) < LARGE_BYTES:
         return False
-    elements = value_at_compilation(node.meta["val"].numel())
+    elements = value_at_compilation(value.numel())
     seen, frontier = {node}, list(node.all_input_nodes)
     while frontier:
         source = frontier.pop()

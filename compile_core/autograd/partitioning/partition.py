@@ -8,6 +8,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from gradsplit.compile_core.autograd.operators.gradient_sources import Sources, reading_tangents
 from gradsplit.compile_core.autograd.operators.graph_nodes import (
     ancestors,
     copy_after_sources,
@@ -57,7 +58,8 @@ def partition(joint: JointGraph, activation_memory_budget: float = 1.0) -> Parti
     orders = find_orders(joint.module.graph, in_forward, only_backward)
     tensors = [node for node in primals if isinstance(node.meta["val"], torch.Tensor)]
     own = joint.num_outputs - len(joint.signature.mutated) - joint.signature.open_sizes
-    computed_results = (outputs[k] for k in range(own) if k not in joint.unnoticed_outputs)
+    all_tangents = (1 << len(joint.signature.tangents)) - 1
+    computed_results = (outputs[k] for k in range(own) if joint.unnoticed_outputs.get(k) != all_tangents)
     noticed = {node for node in computed_results if node is not None and node.op != "placeholder"}
     problem = CutProblem(
         joint.module.graph, tensors, changed, in_forward, only_backward, gradients, orders, noticed
@@ -97,19 +99,38 @@ def partition(joint: JointGraph, activation_memory_budget: float = 1.0) -> Parti
         saved=tuple(names.values()),
         saved_bytes=sum(bytes_of(node) for node in computed),
         signature=joint.signature,
-        unnoticed=_find_unnoticed(joint, [node for node in saved if memory_of(node) not in changed]),
+        unnoticed=_find_unnoticed(
+            joint, [node for node in saved if memory_of(node) not in changed], names, backward
+        ),
     )
 
 
-def _find_unnoticed(joint: JointGraph, saved: Sequence[Node]) -> frozenset[str]:
-    """The names of values in memory that others may change without that plain PyTorch notices it."""
+def _find_unnoticed(
+    joint: JointGraph, saved: Sequence[Node], names: Mapping[Node, str], backward: GraphModule
+) -> frozenset[str]:
+    """The names of values in memory that others may change without that plain PyTorch notices it.
+
+    Args:
+        saved: values of the joint graph.
+        names: what ``backward`` calls them.
+    """
     if any(mark_of(node) is not None for node in joint.module.graph.nodes):
         # A checkpoint of plain PyTorch reads what it computes from as it is by then.
         return frozenset()
     results, inputs = _results(joint.module.graph), joint.module.graph.find_nodes(op="placeholder")
-    found = [*(inputs[k] for k in joint.unnoticed_inputs), *(results[k] for k in joint.unnoticed_outputs)]
-    memories = {memory_of(node) for node in found if node is not None}
-    return frozenset(node.name for node in saved if memory_of(node) in memories)
+    tangents_of: dict[Node, Sources] = {}
+    for nodes, unnoticed in ((inputs, joint.unnoticed_inputs), (results, joint.unnoticed_outputs)):
+        for k, tangents in unnoticed.items():
+            if (node := nodes[k]) is not None:
+                tangents_of[memory_of(node)] = tangents_of.get(memory_of(node), 0) | tangents
+    count = len(joint.signature.tangents)
+    readers = reading_tangents(backward.graph, joint.tangents[:count])
+    return frozenset(
+        node.name
+        for node in saved
+        if (tangents := tangents_of.get(memory_of(node), 0)) == (1 << count) - 1
+        or tangents & readers[names[node]]
+    )
 
 
 def _needed_numbers(

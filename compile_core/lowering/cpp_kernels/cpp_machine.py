@@ -28,6 +28,8 @@ _FLAGS = (
     "-fno-trapping-math",
     # Eager rounds a product before it adds; polynomials ask for fused operations where they want them.
     "-ffp-contract=off",
+    # Integers that overflow wrap, as in eager's kernels: the least one has no absolute value.
+    "-fwrapv",
     "-fno-exceptions",
     "-fno-threadsafe-statics",
     "-w",
