@@ -409,6 +409,12 @@ def test_numbers_that_an_integer_does_not_hold(dtype: torch.dtype) -> None:
         assert torch.equal(found, expected)
 
 
+def test_integers_of_negative_fractions_are_zeros_without_a_sign() -> None:
+    x = torch.tensor([-0.3, 0.0, -1.5, 2.5] * 9)
+    found = gradsplit.compile(lambda x: x.long().reciprocal(), fullgraph=True)(x)
+    assert torch.equal(found, x.long().reciprocal())
+
+
 def test_spilled_vectors_are_aligned() -> None:
     """A compiler's bug, in a kernel without calls whose sum over checked gathers spills vectors."""
     x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)

@@ -66,10 +66,12 @@ template <class T> INLINE T absolute(T x) { return x < T(0) ? T(-x) : x; }
 INLINE float absolute(float x) { return __builtin_fabsf(x); }
 INLINE double absolute(double x) { return __builtin_fabs(x); }
 // What an integer does not hold, NaN too, becomes the least one, as the processor's instruction gives it; the language
-// leaves it open, and g++ folds it to other numbers.
+// leaves it open, and g++ folds it to other numbers. What is below 1 becomes 0 before it is an integer: of one that is
+// a float again g++ makes a truncated float, which would be -0.
 template <class T, class F> INLINE T truncated(F x) {
-  const F past = sizeof(T) == 8 ? F(0x1p63) : F(0x1p31);
-  return T(absolute(x) < past ? x : -past);
+  const F size = absolute(x), past = sizeof(T) == 8 ? F(0x1p63) : F(0x1p31);
+  const F whole = size < F(1) ? F(0) : x;
+  return T(size < past ? whole : -past);
 }
 
 // Division by zero of integers traps on x86; torch raises an error. Generated code yields 0 and reports
