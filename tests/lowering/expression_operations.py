@@ -88,8 +88,10 @@ for _name in (
 ):
     _add("activation", _name, getattr(F, _name))
 for _name in ("neg", "abs", "sign", "floor", "ceil", "round", "trunc", "isnan", "isinf", "isfinite", "logical_not",
-              "bitwise_not", "nan_to_num", "positive", "clone", "signbit", "relu"):  # fmt: skip
+              "bitwise_not", "nan_to_num", "positive", "clone", "relu"):  # fmt: skip
     _add("exact unary", _name, getattr(torch, _name), EXACT)
+# The sign of what is no number is left to the order of operands.
+_add("exact unary", "signbit", lambda x: torch.signbit(x) & (x == x), EXACT)
 _add("unary", "sin", lambda x: torch.sin(x.clamp(-1e4, 1e4)))
 _add("unary", "cos", lambda x: torch.cos(x.clamp(-1e4, 1e4)))
 # Below -1, 1 + tanh cancels.
@@ -175,8 +177,9 @@ _add(
 )
 _add("rare binary", "add_alpha", lambda x, y: torch.add(x, y, alpha=2), ACCUMULATES, 2, _broadcast)
 _add("rare binary", "squared_difference", lambda x, y: (x - y) ** 2, ACCUMULATES, 2, _broadcast)
-for _name in ("maximum", "minimum", "fmax", "copysign"):
+for _name in ("maximum", "minimum", "fmax"):
     _add("extremum", _name, getattr(torch, _name), EXACT, 2, _broadcast)
+_add("extremum", "copysign", lambda x, y: torch.copysign(x, y.masked_fill(y != y, 1)), EXACT, 2, _broadcast)
 for _name in ("lt", "le", "gt", "ge", "eq", "ne", "logical_and", "logical_or", "logical_xor"):
     _add("comparison", _name, getattr(torch, _name), EXACT, 2, _broadcast)
 for _name in ("bitwise_and", "bitwise_or", "bitwise_xor"):
@@ -342,16 +345,33 @@ for _name in ("softmax", "log_softmax"):
 _add(
     "norm",
     "softmax_float",
-    lambda x, dim: torch.softmax(x, dim, dtype=torch.float32),
+    lambda x, dtype, dim: torch.softmax(x, dim, dtype=dtype),
     ACCUMULATES,
-    choose=_a_dim,
+    choose=lambda rng, x: (torch.float32, _dim(rng, x)) if x.dim() else None,
 )
-_add("norm", "layer_norm", lambda x: F.layer_norm(x, x.shape[-1:]), ACCUMULATES)
+
+
+def _squares_fit(rng: random.Random, x: Tensor, *_: Tensor) -> Settings:
+    """Where squares overflow, a norm depends on how its sums are written; eager's batch norm has float64 for them."""
+    if not x.dtype.is_floating_point:
+        return ()
+    most = torch.finfo(torch.promote_types(x.dtype, torch.float32)).max
+    return () if (~x.isfinite() | (x.abs() < 1e-3 * most**0.5)).all() else None
+
+
+_add("norm", "layer_norm", lambda x: F.layer_norm(x, x.shape[-1:]), ACCUMULATES, choose=_squares_fit)
 _add("norm", "layer_norm_weight", lambda x, w: F.layer_norm(x, x.shape[-1:], w.flatten()[:1].expand(x.shape[-1])),
-     ACCUMULATES, 2)  # fmt: skip
-_add("norm", "rms_norm", lambda x: x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5), ACCUMULATES)
-_add("norm", "group_norm", lambda x: F.group_norm(x, 1), ACCUMULATES)
-_add("norm", "batch_norm", lambda x: F.batch_norm(x, None, None, training=True), ACCUMULATES)
+     ACCUMULATES, 2, _squares_fit)  # fmt: skip
+_add("norm", "rms_norm", lambda x: x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5), ACCUMULATES,
+     choose=_squares_fit)  # fmt: skip
+_add("norm", "group_norm", lambda x: F.group_norm(x, 1), ACCUMULATES, choose=_squares_fit)
+_add(
+    "norm",
+    "batch_norm",
+    lambda x: F.batch_norm(x, None, None, training=True),
+    ACCUMULATES,
+    choose=_squares_fit,
+)
 _add("norm", "normalize", lambda x, dim: F.normalize(x, dim=dim), ACCUMULATES, choose=_a_dim)
 _add("norm", "softmax_backward", lambda g, x: aten._softmax_backward_data(g, torch.softmax(x, -1), -1, x.dtype),
      ACCUMULATES, 2, _moderate_floats)  # fmt: skip
@@ -376,7 +396,8 @@ def _cat_dim(rng: random.Random, x: Tensor, y: Tensor) -> Settings:
 
 def _as_indices(index: Tensor, size: int) -> Tensor:
     """Any integers as indices, some of them from the end."""
-    index = index.to(torch.int64).remainder(size)
+    # Not a number, which would be one that the trace cannot know.
+    index = (index if index.dim() else index.view(1)).to(torch.int64).remainder(size)
     return torch.where(index % 2 == 0, index - size, index)
 
 

@@ -8,7 +8,8 @@ How far a result may be off comes from float64. The expression is run in float64
 coarsely as its dtype would, by up to two units at random (Parker's Monte Carlo arithmetic). The most that these runs
 and eager are off at an element is what rounding does there; kernels may be off by a small multiple of it. Where these
 runs disagree about infinities, NaN or integers, rounding decides and any result is right. What no step rounds must
-equal eager.
+equal eager. Before something is called wrong there are many such runs, in which operators are what torch decomposes
+them into, each part rounded.
 """
 
 from __future__ import annotations
@@ -22,16 +23,20 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._decomp import decomposition_table
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from gradsplit.compile_core.backends.generated_kernels import generate_region
 from gradsplit.compile_core.ir.kernels import KernelSource
@@ -49,7 +54,7 @@ from tests.lowering.lowering_harness import compute_of, trace
 from tests.lowering.move_graph import GPU
 
 _ROUNDED_RUNS = 6
-# As many before something is called wrong, rounded as coarsely as kernels may be: few see a number beside an edge.
+# Before something is called wrong, rounded as coarsely as kernels may be: few see a number beside an edge.
 _MOST_ROUNDED_RUNS = 200
 # Kernels may round in another order than eager, and their functions are a few units in the last place off.
 _FACTOR = 4.0
@@ -75,14 +80,11 @@ class Expected:
     as_eager: bool
 
 
-def expected_results(
-    expression: Expression, runs: int = _ROUNDED_RUNS, factor: float = _FACTOR
-) -> list[Expected]:
+def expected_results(expression: Expression, thorough: bool = False) -> list[Expected]:
     """For each result, then for each leaf as it is in the end.
 
     Args:
-        runs: how many rounded runs.
-        factor: what the most that they are off is multiplied by; what is missing to ``_FACTOR``, they are coarser.
+        thorough: by many runs that round the parts of operators, too; these are as coarse as kernels may be.
 
     Raises:
         Exception: what eager raises.
@@ -93,9 +95,11 @@ def expected_results(
         eager = expression.run(inputs)
         dtypes = [value.dtype for value in eager]
         exact = _in_float64(expression, dtypes, None, 0)
-        units = round(2 * _FACTOR / factor)
+        factor, coarseness = (1.0, _FACTOR) if thorough else (_FACTOR, 1.0)
+        # The first of many is another order of operations, which may cancel out where eager's does not.
+        units = [0, *[2 * coarseness] * _MOST_ROUNDED_RUNS] if thorough else [2] * _ROUNDED_RUNS
         generator = torch.Generator().manual_seed(0)
-        rounded_runs = [_in_float64(expression, dtypes, generator, units) for _ in range(runs)]
+        rounded_runs = [_in_float64(expression, dtypes, generator, round(n), thorough) for n in units]
     rounds = _rounded_values(expression)
     wanted = [*expression.results, *range(len(inputs))]
     return [
@@ -120,8 +124,34 @@ def _rounded_values(expression: Expression) -> set[int]:
     return rounded
 
 
+class _RoundedParts(TorchDispatchMode):
+    """Runs operators as what torch decomposes them into, and rounds the result of each of these."""
+
+    def __init__(self, noisy: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._noisy = noisy
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        decomposition = decomposition_table.get(function)
+        if decomposition is not None:
+            with self:
+                result = decomposition(*arguments, **(named or {}))
+            if result is not NotImplemented:
+                return result
+        result = function(*arguments, **(named or {}))
+        return (
+            result
+            if function.is_view or function._schema.is_mutable
+            else tree_map_only(Tensor, self._noisy, result)
+        )
+
+
 def _in_float64(
-    expression: Expression, dtypes: Sequence[torch.dtype], generator: torch.Generator | None, most_units: int
+    expression: Expression,
+    dtypes: Sequence[torch.dtype],
+    generator: torch.Generator | None,
+    most_units: int,
+    in_parts: bool = False,
 ) -> list[Tensor]:
     """All values in float64, rounded by up to so many units of ``dtypes`` if there is a generator."""
 
@@ -129,7 +159,9 @@ def _in_float64(
         if generator is None or not (tensor.dtype.is_floating_point and dtype.is_floating_point):
             return tensor
         kind = torch.finfo(dtype)
-        units = torch.randint(-most_units, most_units + 1, tensor.shape, generator=generator)
+        whole = torch.randint(-most_units, most_units + 1, tensor.shape, generator=generator)
+        between = (2 * torch.rand(tensor.shape, dtype=torch.float64, generator=generator) - 1) * most_units
+        units = torch.where(torch.rand(tensor.shape, generator=generator) < 0.5, whole, between)
         smallest = torch.where(tensor == 0, 0.0, kind.smallest_normal * kind.eps)
         return tensor + units * torch.where(tensor.isfinite(), tensor.abs() * kind.eps + smallest, 0.0)
 
@@ -144,12 +176,15 @@ def _in_float64(
                 noisy(argument, dtypes[place])
                 for argument, place in zip(arguments, step.arguments, strict=True)
             ]
-        value = step.rule.function(*arguments, *settings)
+        # What a kernel computes on the way to a 16-bit result has 32.
+        dtype = dtypes[number]
+        wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+        is_whole = not in_parts or rounding == EXACT or step.rule.in_place
+        with nullcontext() if is_whole else _RoundedParts(lambda part: noisy(part, wide)):
+            value = step.rule.function(*arguments, *settings)
         if rounding == EXACT:
             return value
-        return (
-            value.copy_(noisy(value, dtypes[number])) if step.rule.in_place else noisy(value, dtypes[number])
-        )
+        return value.copy_(noisy(value, dtype)) if step.rule.in_place else noisy(value, dtype)
 
     inputs = [tensor.double() if tensor.dtype.is_floating_point else tensor for tensor in expression.inputs()]
     before = torch.get_default_dtype()
@@ -166,9 +201,9 @@ def error_bound(exact: Tensor, others: Sequence[Tensor], factor: float = _FACTOR
     wide = exact.double()
     for other in others:
         same = (other == exact) | (other.isnan() & exact.isnan())
-        distance = (other.double() - wide).abs().nan_to_num(nan=float("inf"))
+        distance = (other.double() - wide).abs().nan_to_num(nan=inf, posinf=inf)
         if not exact.dtype.is_floating_point:
-            distance = torch.full_like(distance, float("inf"))
+            distance = torch.full_like(distance, inf)
         scale = torch.maximum(scale, torch.where(same, 0.0, distance))
     dtype = others[0].dtype
     if not dtype.is_floating_point:
@@ -266,7 +301,7 @@ class Checker:
         found = [tensor.cpu() for tensor in (*results, *inputs)]
         wrong = _first_difference(prepared.expected, found, self.least)
         if wrong is not None:
-            expected = expected_results(prepared.expression, _MOST_ROUNDED_RUNS, factor=1.0)
+            expected = expected_results(prepared.expression, thorough=True)
             wrong = _first_difference(expected, found, self.least)
         return wrong
 
