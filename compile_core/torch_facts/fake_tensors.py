@@ -172,7 +172,9 @@ def run_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 def corrected(func: Any, args: tuple[Any, ...], result: Any) -> Any:
     """``result`` of ``func(*args)``, which fake tensors or a decomposition made, as the operator's kernel gives it."""
     correct = _CORRECTIONS.get(func)
-    return result if correct is None else correct(args, result)
+    if correct is not None:
+        return correct(args, result)
+    return _with_dims_of_one(args, result) if torch.Tag.pointwise in func.tags else result
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -227,6 +229,22 @@ def _elementwise(args: tuple[Any, ...], result: Tensor) -> Tensor:
     return _as(torch.eq(args[0], args[1]), result)
 
 
+def _with_dims_of_one(args: tuple[Any, ...], result: Any) -> Any:
+    """Kernels give a dim that a tensor lacks no stride, forms in Python that of one element; they order dims by it."""
+    if not isinstance(result, Tensor) or result.dim() < 2:
+        return result
+    tensors = [value for value in args if isinstance(value, Tensor)]
+    sizes = [size for size in result.shape if type(size) is int]
+    if 1 not in sizes or 0 in sizes or not any(0 < tensor.dim() < result.dim() for tensor in tensors):
+        return result
+    walk = {2: torch.eq, 3: torch.where}.get(len(tensors))
+    if walk is None:
+        return result
+    with disable_current_modes():
+        plain = walk(*(_small(tensor, torch.bool) for tensor in tensors))
+    return result if memory_order(plain.stride()) == memory_order(result.stride()) else _as(plain, result)
+
+
 def _as(other: Tensor, result: Tensor) -> Tensor:
     order, back = memory_order(other.stride())
     return result.permute(order).contiguous().permute(back)
@@ -264,7 +282,7 @@ def _as_run(func: Any) -> Callable[[tuple[Any, ...], Tensor], Tensor]:
     return correct
 
 
-def _small(tensor: Tensor) -> Tensor:
+def _small(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Zeros of at most two elements a dim, with strides of the same order; equal ones stay equal."""
     shape = [min(value_at_compilation(size), 2) for size in tensor.shape]
     strides = [value_at_compilation(stride) for stride in tensor.stride()]
@@ -272,7 +290,7 @@ def _small(tensor: Tensor) -> Tensor:
     for stride in sorted({*strides} - {0}):
         small[stride] = step
         step *= prod(size for size, of in zip(shape, strides, strict=True) if of == stride) + 1
-    memory = torch.zeros(step, dtype=tensor.dtype, device="cpu")
+    memory = torch.zeros(step, dtype=dtype or tensor.dtype, device="cpu")
     return memory.as_strided(shape, [small[stride] for stride in strides])
 
 

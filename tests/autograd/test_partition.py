@@ -78,6 +78,11 @@ def test_an_operator_with_several_results_before_a_product() -> None:
     assert graph.backward is not None
 
 
+def test_a_value_whose_name_no_placeholder_may_have() -> None:
+    graph = partitioned_graph(lambda x, i: (x * (i << 1), i << 1), leaf(2), torch.arange(2))
+    assert len(graph.saved) == 1
+
+
 def test_product_for_a_product_is_not_written_again():
     """``relu`` feeds the second product's backward from memory, so it is saved, not computed again."""
     graph = partitioned_graph(lambda x, w, v: (x @ w).relu() @ v, torch.randn(8, 8), leaf(8, 8), leaf(8, 8))

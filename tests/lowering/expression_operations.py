@@ -296,11 +296,26 @@ def _dim_and_keep(rng: random.Random, x: Tensor) -> Settings:
     return (_dim(rng, x), rng.random() < 0.5) if x.dim() and x.numel() else None
 
 
-for _name in ("sum", "mean", "var", "std", "nansum"):
+def _squares_fit(rng: random.Random, x: Tensor, *_: Tensor) -> Settings:
+    """Where squares overflow, a result depends on how its sums are written; some of eager's are float64."""
+    if not x.dtype.is_floating_point:
+        return ()
+    most = torch.finfo(torch.promote_types(x.dtype, torch.float32)).max
+    return () if (~x.isfinite() | (x.abs() < 1e-3 * most**0.5)).all() else None
+
+
+def _dims_of_squares(rng: random.Random, x: Tensor) -> Settings:
+    return None if _squares_fit(rng, x) is None else _dims(rng, x)
+
+
+for _name in ("var", "std"):
+    _add("reduction", _name, lambda x, dims, keep, name=_name: getattr(torch, name)(x, dims, keepdim=keep),
+         ACCUMULATES, choose=_dims_of_squares)  # fmt: skip
+for _name in ("sum", "mean", "nansum"):
     _add("reduction", _name, lambda x, dims, keep, name=_name: getattr(torch, name)(x, dims, keepdim=keep),
          ACCUMULATES, choose=_dims)  # fmt: skip
 _add("reduction", "var_biased", lambda x, dims, keep: torch.var(x, dims, correction=0, keepdim=keep),
-     ACCUMULATES, choose=_dims)  # fmt: skip
+     ACCUMULATES, choose=_dims_of_squares)  # fmt: skip
 for _name in ("amax", "amin", "any", "all"):
     _add("exact reduction", _name, lambda x, dims, keep, name=_name: getattr(torch, name)(x, dims, keepdim=keep),
          EXACT, choose=_dims)  # fmt: skip
@@ -349,16 +364,6 @@ _add(
     ACCUMULATES,
     choose=lambda rng, x: (torch.float32, _dim(rng, x)) if x.dim() else None,
 )
-
-
-def _squares_fit(rng: random.Random, x: Tensor, *_: Tensor) -> Settings:
-    """Where squares overflow, a norm depends on how its sums are written; eager's batch norm has float64 for them."""
-    if not x.dtype.is_floating_point:
-        return ()
-    most = torch.finfo(torch.promote_types(x.dtype, torch.float32)).max
-    return () if (~x.isfinite() | (x.abs() < 1e-3 * most**0.5)).all() else None
-
-
 _add("norm", "layer_norm", lambda x: F.layer_norm(x, x.shape[-1:]), ACCUMULATES, choose=_squares_fit)
 _add("norm", "layer_norm_weight", lambda x, w: F.layer_norm(x, x.shape[-1:], w.flatten()[:1].expand(x.shape[-1])),
      ACCUMULATES, 2, _squares_fit)  # fmt: skip
@@ -500,7 +505,7 @@ _add("in place", "index_put_", lambda x, i, dim: _after(x, lambda z: z.__setitem
 _add(
     "in place",
     "clamp_after_view",
-    lambda x: _after(x, lambda z: (z.view(-1).clamp_(max=1), z.add_(1))),
+    lambda x: _after(x.contiguous(), lambda z: (z.view(-1).clamp_(max=1), z.add_(1))),
     ROUNDS,
 )
 _add("leaf", "leaf_neg_", lambda x: x.neg_(), EXACT, choose=_dense, in_place=True)

@@ -78,6 +78,8 @@ def test_ignored_rows_in_kernels(classes: int) -> None:
         torch.logit,
         lambda x: F.smooth_l1_loss(x, torch.zeros_like(x)),
         lambda x: F.smooth_l1_loss(x, torch.zeros_like(x), reduction="sum", beta=2.0),
+        lambda x: F.soft_margin_loss(x, torch.ones_like(x)),
+        lambda x: F.soft_margin_loss(x, -torch.ones_like(x), reduction="sum"),
     ],
 )
 @pytest.mark.parametrize("value", [NAN, INF, -INF, 0.0, 0.5, 1.0, 3.0])

@@ -487,3 +487,14 @@ def test_what_is_added_to_a_product(size):
     check(
         lambda bias, x: torch.addmm(bias, x, x[:1].t().expand(4, 5)) + 1, torch.randn(size), torch.randn(3, 4)
     )
+
+
+def test_a_reduction_that_nothing_reads_leaves_no_axis():
+    """A kernel would store to one element at each of its points."""
+
+    def program(x, y):
+        return torch.where(x.max(-1, keepdim=True).indices != 0, y, y)
+
+    arguments = torch.randn(3, 7), torch.randn(())
+    found = gradsplit.compile(program, options={"verify": True})(*arguments)
+    assert torch.equal(found, program(*arguments))

@@ -1,7 +1,11 @@
 """Fake tensors as the modes of this project show them."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gradsplit
@@ -54,3 +58,30 @@ def test_counts_of_no_values_are_integers(settings: dict[str, int]) -> None:
     x = torch.ones(0, 4)
     found, plain = gradsplit.compile(program)(x), program(x)
     assert [(part.dtype, part.shape) for part in found] == [(part.dtype, part.shape) for part in plain]
+
+
+@st.composite
+def _zeros(draw: st.DrawFn) -> torch.Tensor:
+    """Whose dims lie in any order, many of them of size 1."""
+    sizes = draw(st.lists(st.sampled_from([1, 1, 2, 5]), min_size=1, max_size=4))
+    order = draw(st.permutations(range(len(sizes))))
+    tensor = torch.zeros([sizes[d] for d in order]).permute([order.index(d) for d in range(len(sizes))])
+    return tensor.unsqueeze(0) if draw(st.booleans()) else tensor
+
+
+@pytest.mark.parametrize(("count", "function"), [(2, torch.mul), (3, torch.addcmul)])
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_elementwise_results_lie_as_those_of_kernels(
+    count: int, function: Callable[..., torch.Tensor], data: st.DataObject
+) -> None:
+    tensors = [data.draw(_zeros()) for _ in range(count)]
+    try:
+        expected = function(*tensors)
+    except RuntimeError:
+        return  # their sizes do not go together
+    mode = FakeTensorMode()
+    with mode, run_on_fakes(mode):
+        found = function(*map(mode.from_tensor, tensors))
+    moving = [d for d, size in enumerate(expected.shape) if size > 1]
+    assert [found.stride(d) for d in moving] == [expected.stride(d) for d in moving]

@@ -66,14 +66,14 @@ def missing_sources(absent: Sources, idle: Sources, count: int) -> Sources:
     return absent | idle << count
 
 
-def reading_tangents(graph: Graph, tangents: Sequence[str]) -> dict[str, Sources]:
+def reading_tangents(graph: Graph, tangents: Sequence[str]) -> list[Sources]:
     """For each placeholder, the tangents whose gradients are computed from it, as positions."""
     sources = gradient_sources(graph, tangents)
     found: dict[Node, Sources] = {}
     for node in reversed(graph.nodes):
         # What depends on no tangent is read by all that read it, and so on.
         found[node] = results_of(sources[node], len(tangents)) or _any_of(found, node.users)
-    return {node.name: found[node] for node in graph.nodes if node.op == "placeholder"}
+    return [found[node] for node in graph.nodes if node.op == "placeholder"]
 
 
 def _any_of(found: Mapping[Node, Sources], values: Iterable[Node]) -> Sources:

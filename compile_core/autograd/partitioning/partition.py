@@ -99,20 +99,18 @@ def partition(joint: JointGraph, activation_memory_budget: float = 1.0) -> Parti
         saved=tuple(names.values()),
         saved_bytes=sum(bytes_of(node) for node in computed),
         signature=joint.signature,
-        unnoticed=_find_unnoticed(
-            joint, [node for node in saved if memory_of(node) not in changed], names, backward
-        ),
+        unnoticed=_find_unnoticed(joint, backward, [*names], changed),
     )
 
 
 def _find_unnoticed(
-    joint: JointGraph, saved: Sequence[Node], names: Mapping[Node, str], backward: GraphModule
+    joint: JointGraph, backward: GraphModule, saved: Sequence[Node], changed: Set[Node]
 ) -> frozenset[str]:
     """The names of values in memory that others may change without that plain PyTorch notices it.
 
     Args:
-        saved: values of the joint graph.
-        names: what ``backward`` calls them.
+        saved: values of the joint graph, in the order in which ``backward`` takes them.
+        changed: values in whose memory the forward writes, so that copies of them are saved.
     """
     if any(mark_of(node) is not None for node in joint.module.graph.nodes):
         # A checkpoint of plain PyTorch reads what it computes from as it is by then.
@@ -127,9 +125,9 @@ def _find_unnoticed(
     readers = reading_tangents(backward.graph, joint.tangents[:count])
     return frozenset(
         node.name
-        for node in saved
-        if (tangents := tangents_of.get(memory_of(node), 0)) == (1 << count) - 1
-        or tangents & readers[names[node]]
+        for node, reading in zip(saved, readers, strict=False)
+        if memory_of(node) not in changed
+        and ((tangents := tangents_of.get(memory_of(node), 0)) == (1 << count) - 1 or tangents & reading)
     )
 
 

@@ -350,6 +350,14 @@ def _smooth_l1_loss_backward(
     return torch.where(x <= -beta, -slope, inner).to(self.dtype)
 
 
+# Of an infinite exponential the kernel's quotient is no number; the registry's form has a sigmoid instead.
+def _soft_margin_loss_backward(grad_output: Tensor, self: Tensor, target: Tensor, reduction: int) -> Tensor:
+    wide = compute_dtype(self.dtype)
+    power = torch.exp(-target.to(wide) * self.to(wide))
+    scale = -1.0 / max(self.numel(), 1) if reduction == _MEAN else -1.0
+    return (scale * target * power / (power + 1) * grad_output).to(self.dtype)
+
+
 # Torch's kernels of these treat what is no number one way in whole vectors and another in the rest of a tensor, and the
 # registry's forms take the latter; these take that of vectors.
 def _hardtanh_backward(grad_output: Tensor, self: Tensor, min_val: float, max_val: float) -> Tensor:
@@ -395,6 +403,7 @@ _OWN: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.nll_loss2d_forward.default: _nll_loss_forward,
     aten.nll_loss2d_backward.default: _nll_loss_backward,
     aten.smooth_l1_loss_backward.default: _smooth_l1_loss_backward,
+    aten.soft_margin_loss_backward.default: _soft_margin_loss_backward,
     aten.hardtanh_backward.default: _hardtanh_backward,
     aten.hardswish_backward.default: _hardswish_backward,
     aten.elu_backward.default: _elu_backward,

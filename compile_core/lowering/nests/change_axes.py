@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import compress
 from math import prod
 
 import torch
@@ -152,7 +153,7 @@ def simplified(nest: LoopNest, buffer_dtype: BufferDtype) -> LoopNest:
     """
     if not any(isinstance(statement, Reduce) for statement in nest.body) and not combined_buffers(nest):
         # The reduction was dead. (What is combined once a row must not be at each of its points.)
-        nest = replace(nest, reduced_axes=0)
+        nest = _without_reduction(nest)
     rank, parallel = len(nest.extents), len(nest.extents) - nest.reduced_axes
     keep_reduced = _finds_position(nest)
     kept = [a for a in range(rank) if nest.extents[a] != 1 or (keep_reduced and a >= parallel)]
@@ -186,6 +187,20 @@ def simplified(nest: LoopNest, buffer_dtype: BufferDtype) -> LoopNest:
     axes = [[(places[axis], 1)] if axis in places else [] for axis in range(rank)]
     new_extents = [extents[axis] for axis in [*final, *reduced]]
     return remapped(nest, new_extents, len(reduced), axes, buffer_dtype)
+
+
+def _without_reduction(nest: LoopNest) -> LoopNest:
+    """A nest that reduces nothing: its reduced axes are parallel ones if it stores along them, and else are not."""
+    parallel = len(nest.extents) - nest.reduced_axes
+    is_store = [
+        isinstance(statement, Store) for statement in nest.body if isinstance(statement, (Load, Store))
+    ]
+    stores = list(compress(reaches(nest), is_store))
+    extents = tuple(
+        extent if axis < parallel or any(steps[axis] for steps in stores) else 1
+        for axis, extent in enumerate(nest.extents)
+    )
+    return replace(nest, extents=extents, reduced_axes=0)
 
 
 def reaches(nest: LoopNest) -> list[tuple[int, ...]]:
