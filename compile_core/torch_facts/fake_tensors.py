@@ -261,6 +261,13 @@ def _viewed(args: tuple[Any, ...], result: Tensor) -> Tensor:
     return result if same else result.as_strided(result.shape, plain.stride())
 
 
+def _norm(args: tuple[Any, ...], result: Tensor) -> Tensor:
+    """Torch 2.11's form in Python keeps dims of one element."""
+    keeps = args[3] if len(args) > 3 else False
+    too_many = not keeps and result.dim() and result.dim() == args[0].dim()
+    return result.squeeze(tuple(args[2] or range(result.dim()))) if too_many else result
+
+
 def _scattered(_: tuple[Any, ...], result: Tensor) -> Tensor:
     """A copy of an expanded tensor has memory for each element."""
     is_expanded = any(n != 1 and stride == 0 for n, stride in zip(result.shape, result.stride(), strict=True))
@@ -412,6 +419,9 @@ _CORRECTIONS: Mapping[Any, Callable[[tuple[Any, ...], Any], Any]] = {
     aten.slice_scatter.default: _scattered,
     aten.select_scatter.default: _scattered,
     aten.diagonal_scatter.default: _scattered,
+    aten.linalg_vector_norm.default: _norm,
+    aten.norm.ScalarOpt_dim: _norm,
+    aten.norm.ScalarOpt_dim_dtype: _norm,
     aten.heaviside.default: _elementwise,
     aten.logaddexp.default: _elementwise,
     aten.logaddexp2.default: _elementwise,

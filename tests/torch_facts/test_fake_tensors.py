@@ -60,6 +60,17 @@ def test_counts_of_no_values_are_integers(settings: dict[str, int]) -> None:
     assert [(part.dtype, part.shape) for part in found] == [(part.dtype, part.shape) for part in plain]
 
 
+@pytest.mark.parametrize("keepdim", [False, True])
+@pytest.mark.parametrize("dim", [-2, (0, 1), None])
+def test_a_norm_over_one_element_leaves_its_dim(dim: int | tuple[int, ...] | None, keepdim: bool) -> None:
+    x = torch.zeros(1, 3)
+    mode = FakeTensorMode()
+    for norm in (torch.norm, torch.linalg.vector_norm):
+        with mode, run_on_fakes(mode):
+            found = norm(mode.from_tensor(x), 2, dim, keepdim)
+        assert found.shape == norm(x, 2, dim, keepdim).shape
+
+
 @st.composite
 def _zeros(draw: st.DrawFn) -> torch.Tensor:
     """Whose dims lie in any order, many of them of size 1."""
