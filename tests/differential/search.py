@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -66,8 +67,7 @@ class Worker:
         while not received.endswith(b"\n"):
             left = end - time.monotonic()
             if left <= 0 or not select.select([process.stdout], [], [], left)[0]:
-                self.stop()
-                return self._died("hang", f"no answer in {self._timeout_s:.0f} s")
+                return self._died("hang", f"no answer in {self._timeout_s:.0f} s: {self._where()}")
             part = process.stdout.read(1 << 20)
             if not part:
                 status = process.wait()
@@ -78,6 +78,15 @@ class Worker:
                 return self._died(f"crash {status}", f"the process ended with {status}: {words}")
             received += part
         return json.loads(received)
+
+    def _where(self) -> str:
+        """Where the threads of a process are that hangs, which is stopped then."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGUSR1)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        self.stop()
+        return self._errors.read_text(errors="replace")[-2500:]
 
     def _died(self, kind: str, detail: str) -> dict[str, Any]:
         source = self._current.read_text() if self._current.exists() else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -61,6 +62,7 @@ def answer(request: dict[str, Any], current: Path) -> dict[str, Any]:
 def main() -> None:
     current = Path(sys.argv[1])
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     gradsplit.config.log_level = 60
     answers = os.fdopen(os.dup(1), "w")

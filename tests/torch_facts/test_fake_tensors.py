@@ -81,7 +81,7 @@ def _zeros(draw: st.DrawFn) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("count", "function"), [(2, torch.mul), (3, torch.addcmul)])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_elementwise_results_lie_as_those_of_kernels(
     count: int, function: Callable[..., torch.Tensor], data: st.DataObject
