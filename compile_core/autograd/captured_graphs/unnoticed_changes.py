@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from graphlib import TopologicalSorter
 from typing import Any
 
-import networkx
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.fx import GraphModule
@@ -63,23 +63,21 @@ def _saved_memories(roots: Iterable[torch.Tensor]) -> dict[int, int] | None:
         starts: list[Any] = [root.grad_fn for root in roots]
     except RuntimeError:  # of a view of a leaf that was changed otherwise: autograd gives it no history
         return None
-    history: networkx.DiGraph[Any] = networkx.DiGraph()
-    history.add_nodes_from(start for start in starts if start is not None)
-    nodes = [*history]
+    # Not a graph of networkx, which is a cycle of references and would keep all that the nodes hold.
+    history: dict[Any, list[Any]] = {}
+    nodes = [start for start in starts if start is not None]
     while nodes:
         node = nodes.pop()
-        for further, _ in node.next_functions:
-            if further is not None:
-                if further not in history:
-                    nodes.append(further)
-                history.add_edge(node, further)
+        if node not in history:
+            history[node] = [further for further, _ in node.next_functions if further is not None]
+            nodes += history[node]
     leads_to = dict.fromkeys(history, 0)
     for k, start in enumerate(starts):
         if start is not None:
             leads_to[start] |= 1 << k
     memories: dict[int, int] = {}
-    for node in networkx.topological_sort(history):
-        for further in history.successors(node):
+    for node in reversed([*TopologicalSorter(history).static_order()]):
+        for further in history[node]:
             leads_to[further] |= leads_to[node]
         for saved in _saved_by(node):
             if isinstance(saved, torch.Tensor):
