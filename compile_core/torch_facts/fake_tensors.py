@@ -263,9 +263,10 @@ def _viewed(args: tuple[Any, ...], result: Tensor) -> Tensor:
 
 def _norm(args: tuple[Any, ...], result: Tensor) -> Tensor:
     """Torch 2.11's form in Python keeps dims of one element."""
-    keeps = args[3] if len(args) > 3 else False
-    too_many = not keeps and result.dim() and result.dim() == args[0].dim()
-    return result.squeeze(tuple(args[2] or range(result.dim()))) if too_many else result
+    given, _, dims, keeps = [*args, None, None, None][:4]
+    if keeps or not result.dim() or result.dim() < given.dim():
+        return result
+    return result.squeeze(tuple(dims or range(result.dim())))
 
 
 def _scattered(_: tuple[Any, ...], result: Tensor) -> Tensor:
