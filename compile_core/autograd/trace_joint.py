@@ -14,7 +14,7 @@ intermediate (``retain_grad``, a hook), holds what arrives from outside the grap
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -33,16 +33,12 @@ from gradsplit.compile_core.autograd.captured_graphs.preserved_modes import pres
 from gradsplit.compile_core.autograd.captured_graphs.replace_calls import replace_calls
 from gradsplit.compile_core.autograd.control_flow import ControlFlow
 from gradsplit.compile_core.autograd.flex_attention import FlexAttention
-from gradsplit.compile_core.autograd.operators.gradient_sources import gradient_sources
+from gradsplit.compile_core.autograd.operators.gradient_sources import Sources, gradient_sources
 from gradsplit.compile_core.autograd.operators.graph_nodes import marked_as_backward
 from gradsplit.compile_core.autograd.rewrites.result_layouts import keep_layouts
 from gradsplit.compile_core.autograd.rewrites.separate_results import separate_results
 from gradsplit.compile_core.autograd.rewrites.simplify import simplify
-from gradsplit.compile_core.autograd.tracing.arrivals import (
-    join_arrivals,
-    noted_functions_with_none,
-    reaching_roots,
-)
+from gradsplit.compile_core.autograd.tracing.arrivals import join_arrivals, noted_functions_with_none
 from gradsplit.compile_core.autograd.tracing.below_wrappers import RecordedNodes, record_below_wrappers
 from gradsplit.compile_core.autograd.tracing.captured_nodes import CapturedNodes
 from gradsplit.compile_core.autograd.tracing.class_numbers import counted_classes
@@ -72,6 +68,7 @@ from gradsplit.compile_core.ir import higher_order
 from gradsplit.compile_core.ir.graphs import GraphSignature, JointGraph, Mutation
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 from gradsplit.compile_core.ir.wrapper_edges import has_wrappers
+from gradsplit.compile_core.torch_facts.autograd_engine import reaching_roots
 from gradsplit.compile_core.torch_facts.dispatcher import has_data_mutation
 from gradsplit.compile_core.torch_facts.fake_tensors import fake_mode_of, kernels_of_sizes
 from gradsplit.compile_core.torch_facts.higher_order_operators import tag_activation_checkpoint
@@ -144,7 +141,7 @@ def _trace(
     rebound = convention.rebound
     trainable = bool(tangents or rebound) and bool(convention.gradient_inputs)
     mutated: list[int] = []
-    left_undefined: list[int] = []
+    left_undefined: dict[int, Sources] = {}
     forget_what_was_read(fake_mode)
     sizes = OpenSizes()
     captured = CapturedNodes()
@@ -171,8 +168,8 @@ def _trace(
         keep_backwards(reached, calls, fake_mode)
         with without_autocast(), marked_as_backward():
             gradients = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
-        left_undefined.extend(
-            k
+        left_undefined.update(
+            (k, reached[source.grad_fn])
             for k, (source, gradient) in enumerate(zip(wanted, gradients, strict=True))
             if gradient is None and source.grad_fn in reached
         )
@@ -244,7 +241,9 @@ def _trace(
         gradient_inputs=convention.gradient_inputs if trainable else (),
         tangents=(*tangents, *seeds_of) if trainable else (),
         tangent_specs=tangent_specs,
-        gradient_tangents=_find_dependencies(graph, placeholders[len(examples) :], num_outputs),
+        gradient_tangents=_find_dependencies(
+            graph, placeholders[len(examples) :], num_outputs, left_undefined
+        ),
         open_sizes=len(sizes.numbers),
         left_undefined=tuple(left_undefined),
         spent=tuple(sorted(convention.spent)),
@@ -261,13 +260,18 @@ def _trace(
 
 
 def _find_dependencies(
-    module: torch.fx.GraphModule, tangents: Sequence[str], num_outputs: int
-) -> tuple[int, ...]:
-    """For each gradient, which tangents it depends on, as a bit set."""
+    module: torch.fx.GraphModule,
+    tangents: Sequence[str],
+    num_outputs: int,
+    left_undefined: Mapping[int, Sources],
+) -> tuple[Sources, ...]:
+    """For each gradient, which tangents it depends on, as a bit set; for some that are undefined that is given."""
     sources = gradient_sources(module.graph, tangents)
     (output,) = module.graph.find_nodes(op="output")
     gradients = output.args[0][num_outputs:]
-    return tuple(0 if node is None else sources[node] for node in gradients)
+    return tuple(
+        left_undefined.get(k, 0) if node is None else sources[node] for k, node in enumerate(gradients)
+    )
 
 
 def _with_symbols(module: torch.fx.GraphModule, examples: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:

@@ -101,7 +101,8 @@ class GraphSignature:
         tangent_specs: the layout in which the backward expects each of them; sizes and strides may be ``OpenSize``.
         gradient_tangents: for each gradient, what it depends on: a bit set of positions among the tangents and, above
             them, of those to which it is enough that autograd's engine comes, with nothing. Where none of these
-            arrives, the gradient is ``None`` as in eager, not zeros.
+            arrives, the gradient is ``None`` as in eager, not zeros. Of what is left undefined, the tangents that lead
+            to the input.
         open_sizes: how many of the graph's last outputs are numbers, for whoever meets an ``OpenSize``.
         left_undefined: positions among the gradients of those that are ``None`` since a function of the program's says
             so, and not since nothing leads to the input: autograd's engine comes to the input with nothing.

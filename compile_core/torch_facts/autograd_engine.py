@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from graphlib import TopologicalSorter
 from typing import Any
 
 import torch
@@ -106,6 +107,25 @@ class _InsteadOfFunction:
     def backward(self, context: Any, *gradients: Any) -> Any:
         del context._forward_cls
         return self._run(self._backward, context, *gradients)
+
+
+def reaching_roots(roots: Sequence[torch.Tensor]) -> dict[Any, int]:
+    """For each node of autograd's graph that the roots lead to, the roots that do, as a bit set of positions."""
+    following: dict[Any, list[Any]] = {}
+    waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
+    while waiting:
+        node = waiting.pop()
+        if node not in following:
+            following[node] = [after for after, _ in node.next_functions if after is not None]
+            waiting += following[node]
+    found = dict.fromkeys(reversed([*TopologicalSorter(following).static_order()]), 0)
+    for position, root in enumerate(roots):
+        if root.grad_fn is not None:
+            found[root.grad_fn] |= 1 << position
+    for node, positions in found.items():
+        for after in following[node]:
+            found[after] |= positions
+    return found
 
 
 def leaves_behind(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -31,6 +31,7 @@ from gradsplit.compile_core.torch_facts.dispatcher import (
     is_random_call,
     suggest_memory_format,
 )
+from gradsplit.compile_core.torch_facts.interpolation import interpolated
 from gradsplit.compile_core.torch_facts.recurrent_networks import NETWORKS, layered
 from gradsplit.compile_core.torch_facts.symbolic_numbers import memory_order, value_at_compilation
 from gradsplit.compile_core.torch_facts.thread_state import disable_current_modes
@@ -100,6 +101,15 @@ _FORMS_INSTEAD: Mapping[tuple[Any, Any], Callable[..., Any] | None] = {
     (aten.multilabel_margin_loss_forward.default, _AUTOGRAD): None,
     (aten.lstm.input, _AUTOGRAD): _with_states_as_given,
     (aten.lstm.input, _COMPOSITE): _with_states_as_given,
+    **{
+        (interpolation, key): interpolated
+        for interpolation in (
+            aten.upsample_linear1d.vec,
+            aten.upsample_bilinear2d.vec,
+            aten.upsample_trilinear3d.vec,
+        )
+        for key in (_AUTOGRAD, _COMPOSITE)
+    },
 }
 _forms_lock = threading.Lock()
 _forms_users = 0
@@ -165,8 +175,23 @@ def device_of(tensor: Any) -> torch.device:
 
 def run_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What an operator gives for fake tensors, as its kernel would."""
+    if func._schema.is_mutable and torch.Tag.inplace_view not in func.tags and args:
+        _refuse_repeated(func, args[0])
     like = _LIKE.get(func)
     return corrected(func, args, func(*args, **kwargs) if like is None else like(args))
+
+
+def _refuse_repeated(func: Any, changed: Any) -> None:
+    """Raises what kernels raise that would write one element several times; fake tensors let them."""
+    alias = func._schema.arguments[0].alias_info
+    if alias is None or not alias.is_write or not isinstance(changed, Tensor):
+        return
+    layout = zip(changed.shape, changed.stride(), strict=True)
+    if any(type(step) is int and step == 0 and value_at_compilation(n) != 1 for n, step in layout):
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+            "Please clone() the tensor before performing the operation."
+        )
 
 
 def corrected(func: Any, args: tuple[Any, ...], result: Any) -> Any:

@@ -49,6 +49,24 @@ def after_a_function(compile):
     return a.grad, b.grad
 
 
+class NothingForFirst(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        return y * 3
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, gradient * 3
+
+
+def before_a_function_that_gives_nothing(compile):
+    a, b = leaf(3), leaf(3)
+    program = compile(lambda x, y: (x.sin(), NothingForFirst.apply(y, torch.ones(3))))
+    first, _ = program(a * 2, Refusing.apply(b))
+    first.sum().backward()
+    return a.grad, b.grad
+
+
 def hooks_of_the_history(compile):
     a, b, seen = leaf(3), leaf(3), []
     x, y = a * 2, b * 3
@@ -129,6 +147,7 @@ SCENARIOS = {
     for scenario in (
         after_no_derivative,
         after_a_function,
+        before_a_function_that_gives_nothing,
         hooks_of_the_history,
         changed_where_only_the_other_reads,
         one_after_the_other,

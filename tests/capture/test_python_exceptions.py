@@ -364,6 +364,16 @@ def loop_with_exceptions(x, n):
     return x, good
 
 
+@program(graphs=None)
+def what_a_kernel_refuses_to_write(x, n):
+    repeated = x.new_zeros(1).expand(3)
+    try:
+        repeated.add_(n)
+    except RuntimeError as error:
+        return x + n, str(error)
+    return x
+
+
 @pytest.mark.parametrize("function, settings", program.table, ids=program.names)
 def test_same_as_plain(function, settings):
     check_program(function, **settings)

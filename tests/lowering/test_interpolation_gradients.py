@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import gradsplit
 from gradsplit.compile_core.autograd.trace_joint import trace_joint
 from gradsplit.compile_core.lowering.decompositions.decomposition_table import decomposition_table
 from gradsplit.compile_core.lowering.decompositions.interpolation_gradients import INTERPOLATION_GRADIENTS
@@ -85,3 +86,21 @@ def test_a_step_adds_by_no_atomic_operation() -> None:
     with torch.no_grad():
         found = joint.module(x, tangent)
     torch.testing.assert_close(found, [expected, gradient])
+
+
+@pytest.mark.parametrize(("dims", "mode"), [(1, "linear"), (2, "bilinear"), (3, "trilinear")])
+def test_between_equal_infinities(dims: int, mode: str) -> None:
+    """Also where sizes are open."""
+
+    def program(x: Tensor) -> Tensor:
+        return F.interpolate(x, scale_factor=1.5, mode=mode)
+
+    compiled = gradsplit.compile(program, dynamic=True, fullgraph=True)
+    for size in (2, 3, 4):
+        x = torch.full((1, 2, *[size] * dims), -torch.inf)
+        x[:, 1] = torch.randn(size)
+        x.requires_grad_()
+        found, expected = compiled(x), program(x)
+        torch.testing.assert_close(found, expected, equal_nan=True)
+        gradients = [torch.autograd.grad(y, x, torch.ones_like(y))[0] for y in (found, expected)]
+        torch.testing.assert_close(*gradients)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from graphlib import TopologicalSorter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.fx import GraphModule
 
 from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.torch_facts.autograd_engine import reaching_roots
 
 
 def unnoticed(
@@ -45,7 +45,7 @@ def refuse_changes_of_what_is_saved(module: GraphModule) -> None:
         return
     (output,) = module.graph.find_nodes(op="output")
     results = (node.meta["example_value"] for node in output.args[0])
-    memories = _saved_memories(result for result in results if isinstance(result, torch.Tensor))
+    memories = _saved_memories([result for result in results if isinstance(result, torch.Tensor)])
     if memories is None or not written.isdisjoint(memories.keys()):
         raise Unsupported(
             "unseen-change",
@@ -54,35 +54,21 @@ def refuse_changes_of_what_is_saved(module: GraphModule) -> None:
         )
 
 
-def _saved_memories(roots: Iterable[torch.Tensor]) -> dict[int, int] | None:
+def _saved_memories(roots: Sequence[torch.Tensor]) -> dict[int, int] | None:
     """Where operations have saved something -> the positions of the roots that they lead to, as a bit set.
 
     ``None`` where that is not to be known.
     """
     try:
-        starts: list[Any] = [root.grad_fn for root in roots]
+        reached = reaching_roots(roots)
     except RuntimeError:  # of a view of a leaf that was changed otherwise: autograd gives it no history
         return None
-    # Not a graph of networkx, which is a cycle of references and would keep all that the nodes hold.
-    history: dict[Any, list[Any]] = {}
-    nodes = [start for start in starts if start is not None]
-    while nodes:
-        node = nodes.pop()
-        if node not in history:
-            history[node] = [further for further, _ in node.next_functions if further is not None]
-            nodes += history[node]
-    leads_to = dict.fromkeys(history, 0)
-    for k, start in enumerate(starts):
-        if start is not None:
-            leads_to[start] |= 1 << k
     memories: dict[int, int] = {}
-    for node in reversed([*TopologicalSorter(history).static_order()]):
-        for further in history[node]:
-            leads_to[further] |= leads_to[node]
+    for node, positions in reached.items():
         for saved in _saved_by(node):
             if isinstance(saved, torch.Tensor):
                 memory = saved.untyped_storage()._cdata
-                memories[memory] = memories.get(memory, 0) | leads_to[node]
+                memories[memory] = memories.get(memory, 0) | positions
             elif saved is not None:
                 return None  # who knows what a hook for saved tensors reads
     return memories

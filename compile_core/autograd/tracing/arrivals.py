@@ -10,7 +10,6 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from graphlib import TopologicalSorter
 from typing import Any
 from weakref import WeakSet
 
@@ -43,25 +42,6 @@ def noted_functions_with_none() -> Iterator[WeakSet[Any]]:
             yield found
         finally:
             FunctionCtx.set_materialize_grads = original  # type: ignore[method-assign]
-
-
-def reaching_roots(roots: Sequence[torch.Tensor]) -> dict[Any, int]:
-    """For each node of autograd's graph that the roots lead to, the roots that do, as a bit set of positions."""
-    following: dict[Any, list[Any]] = {}
-    waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
-    while waiting:
-        node = waiting.pop()
-        if node not in following:
-            following[node] = [after for after, _ in node.next_functions if after is not None]
-            waiting += following[node]
-    found = dict.fromkeys(reversed([*TopologicalSorter(following).static_order()]), 0)
-    for position, root in enumerate(roots):
-        if root.grad_fn is not None:
-            found[root.grad_fn] |= 1 << position
-    for node, positions in found.items():
-        for after in following[node]:
-            found[after] |= positions
-    return found
 
 
 def join_arrivals(

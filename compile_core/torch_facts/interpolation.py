@@ -1,0 +1,60 @@
+"""Linear interpolation where sizes are symbols, with the values of torch's kernels.
+
+Torch's form in Python adds a part of the difference of two elements, which is no number between equal infinities; its
+kernels add parts of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._decomp.decompositions import (
+    _compute_scale,
+    _compute_source_index,
+    upsample_compute_output_size,
+)
+from torch._prims_common import suggest_memory_format
+
+aten = torch.ops.aten
+
+
+def interpolated(form: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """What takes the place of torch's form of ``aten.upsample_linear1d.vec`` and its like in two and three dims.
+
+    It takes ``[N, C, *sides]``; of integers, which are rounded, it leaves the result to torch's form.
+    """
+
+    def run(given: Tensor, output_size: Any, align_corners: bool, scale_factors: Any) -> Tensor:
+        if not given.is_floating_point():
+            return form(given, output_size, align_corners, scale_factors)
+        sides: Any = upsample_compute_output_size(given.size(), output_size, scale_factors)
+        wide = given.to(torch.promote_types(given.dtype, torch.float32))
+        axes: list[tuple[Tensor, Tensor, Tensor]] = []
+        for size, side, scale in zip(
+            given.shape[2:], sides, scale_factors or [None] * len(sides), strict=True
+        ):
+            step = _compute_scale(size, side, align_corners, scale)
+            number = torch.arange(side, device=given.device).to(wide.dtype)
+            place = _compute_source_index(step, number, align_corners).clamp(min=0.0)
+            low = place.to(torch.int64)
+            axes.append((low, (low + 1).clamp(max=size - 1), (place - low).clamp(0.0, 1.0)))
+        result = _along(wide, axes, []).to(given.dtype)
+        # CUDA kernels have no other order for few channels.
+        is_plain = given.device.type == "cuda" and given.shape[1] < 16
+        return result.contiguous(
+            memory_format=torch.contiguous_format if is_plain else suggest_memory_format(given)
+        )
+
+    return run
+
+
+def _along(given: Tensor, axes: Sequence[tuple[Tensor, Tensor, Tensor]], places: list[Tensor]) -> Tensor:
+    """The interpolation along the axes behind those of which the places are known."""
+    axis = len(places)
+    if axis == len(axes):
+        return aten._unsafe_index(given, [None, None, *places])
+    low, high, part = (values.reshape(-1, *[1] * (len(axes) - axis - 1)) for values in axes[axis])
+    return _along(given, axes, [*places, low]) * (1 - part) + _along(given, axes, [*places, high]) * part
