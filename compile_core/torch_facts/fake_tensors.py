@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
@@ -175,6 +176,8 @@ def device_of(tensor: Any) -> torch.device:
 
 def run_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What an operator gives for fake tensors, as its kernel would."""
+    if not isinstance(func, OpOverload):
+        return func(*args, **kwargs)  # a higher-order one, which has no kernel
     if func._schema.is_mutable and torch.Tag.inplace_view not in func.tags and args:
         _refuse_repeated(func, args[0])
     like = _LIKE.get(func)
@@ -410,6 +413,11 @@ _INSTEAD: Mapping[Any, Callable[..., Any]] = {
     **{network: layered(network, False) for network in NETWORKS},
 }
 
+_OF_TWO = (
+    aten.complex.default, aten.heaviside.default, aten.logaddexp.default, aten.logaddexp2.default,
+    aten.logical_and.default, aten.logical_or.default, aten.logical_xor.default, aten.special_xlog1py.default,
+    aten.xlogy.Tensor, aten.copysign.Tensor, aten.floor_divide.default, aten.div.Tensor_mode,
+)  # fmt: skip
 _CORRECTIONS: Mapping[Any, Callable[[tuple[Any, ...], Any], Any]] = {
     aten.huber_loss.default: _as_input,
     aten.binary_cross_entropy.default: _as_input,
@@ -438,7 +446,6 @@ _CORRECTIONS: Mapping[Any, Callable[[tuple[Any, ...], Any], Any]] = {
     aten.rrelu_with_noise_functional.default: _all_row_major,
     aten.multi_margin_loss.default: _margin_loss,
     aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
-    aten.complex.default: _elementwise,
     aten.ldexp.Tensor: _as_run(aten.ldexp.Tensor),
     aten.view.default: _viewed,
     aten._unsafe_view.default: _viewed,
@@ -448,17 +455,7 @@ _CORRECTIONS: Mapping[Any, Callable[[tuple[Any, ...], Any], Any]] = {
     aten.linalg_vector_norm.default: _norm,
     aten.norm.ScalarOpt_dim: _norm,
     aten.norm.ScalarOpt_dim_dtype: _norm,
-    aten.heaviside.default: _elementwise,
-    aten.logaddexp.default: _elementwise,
-    aten.logaddexp2.default: _elementwise,
-    aten.logical_and.default: _elementwise,
-    aten.logical_or.default: _elementwise,
-    aten.logical_xor.default: _elementwise,
-    aten.special_xlog1py.default: _elementwise,
-    aten.xlogy.Tensor: _elementwise,
-    aten.copysign.Tensor: _elementwise,
-    aten.floor_divide.default: _elementwise,
-    aten.div.Tensor_mode: _elementwise,
+    **dict.fromkeys(_OF_TWO, _elementwise),
     aten.channel_shuffle.default: _channels_last_or_row_major,
     aten.max_unpool2d.default: _channels_last_or_row_major,
     aten.reflection_pad3d.default: _channels_last_or_row_major,
