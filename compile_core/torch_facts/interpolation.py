@@ -11,12 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp.decompositions import (
-    _compute_scale,
-    _compute_source_index,
-    upsample_compute_output_size,
-)
-from torch._prims_common import suggest_memory_format
+
+from gradsplit.compile_core.torch_facts.dispatcher import suggest_memory_format
 
 aten = torch.ops.aten
 
@@ -30,15 +26,18 @@ def interpolated(form: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def run(given: Tensor, output_size: Any, align_corners: bool, scale_factors: Any) -> Tensor:
         if not given.is_floating_point():
             return form(given, output_size, align_corners, scale_factors)
-        sides: Any = upsample_compute_output_size(given.size(), output_size, scale_factors)
+        sizes = given.shape[2:]
+        scales = scale_factors or [None] * len(sizes)
+        sides = output_size or [_scaled(*each) for each in zip(sizes, scales, strict=True)]
         wide = given.to(torch.promote_types(given.dtype, torch.float32))
         axes: list[tuple[Tensor, Tensor, Tensor]] = []
-        for size, side, scale in zip(
-            given.shape[2:], sides, scale_factors or [None] * len(sides), strict=True
-        ):
-            step = _compute_scale(size, side, align_corners, scale)
+        for size, side, scale in zip(sizes, sides, scales, strict=True):
             number = torch.arange(side, device=given.device).to(wide.dtype)
-            place = _compute_source_index(step, number, align_corners).clamp(min=0.0)
+            if align_corners:
+                place = number * ((size - 1) / (side - 1) if side > 1 else 0.0)
+            else:
+                step = 1.0 / scale if scale else size / side
+                place = ((number + 0.5) * step - 0.5).clamp(min=0.0)
             low = place.to(torch.int64)
             axes.append((low, (low + 1).clamp(max=size - 1), (place - low).clamp(0.0, 1.0)))
         result = _along(wide, axes, []).to(given.dtype)
@@ -49,6 +48,10 @@ def interpolated(form: Callable[..., Tensor]) -> Callable[..., Tensor]:
         )
 
     return run
+
+
+def _scaled(size: Any, factor: float) -> Any:
+    return size * int(factor) if int(factor) == factor else torch.sym_int(size * factor)
 
 
 def _along(given: Tensor, axes: Sequence[tuple[Tensor, Tensor, Tensor]], places: list[Tensor]) -> Tensor:
