@@ -1,4 +1,4 @@
-"""Random programs do the same compiled and plain: 100 of them; ``make random-programs`` runs more."""
+"""Random programs do the same compiled and plain: 40 of them; ``make random-programs`` runs more."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tests.programs import random_programs
 from tests.programs.program_writer import Program, Statement
 from tests.programs.random_programs import check_seed, check_text, minimized
 
-CHUNK = 25
+CHUNK = 10
 
 
-@pytest.mark.parametrize("first", range(0, 100, CHUNK))
+@pytest.mark.parametrize("first", range(0, 40, CHUNK))
 def test_random_programs(first):
     for seed in range(first, first + CHUNK):
         found = check_seed(seed)
