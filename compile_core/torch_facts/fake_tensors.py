@@ -254,7 +254,7 @@ def _elementwise(args: tuple[Any, ...], result: Tensor) -> Tensor:
     """As all kernels of two tensors lie that walk over elements, on every device; forms in Python take turns."""
     if not any(isinstance(value, Tensor) for value in args[:2]):
         return result  # torch.div(7, 2) is a tensor without dims
-    return _as(torch.eq(args[0], args[1]), result)
+    return _with_dims_of_one(args, _as(torch.eq(args[0], args[1]), result))
 
 
 def _with_dims_of_one(args: tuple[Any, ...], result: Any) -> Any:

@@ -27,17 +27,14 @@ def interpolated(form: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if not given.is_floating_point():
             return form(given, output_size, align_corners, scale_factors)
         sizes = given.shape[2:]
-        scales = scale_factors or [None] * len(sizes)
+        scales: Sequence[Any] = scale_factors or [None] * len(sizes)
         sides = output_size or [_scaled(*each) for each in zip(sizes, scales, strict=True)]
         wide = given.to(torch.promote_types(given.dtype, torch.float32))
         axes: list[tuple[Tensor, Tensor, Tensor]] = []
         for size, side, scale in zip(sizes, sides, scales, strict=True):
             number = torch.arange(side, device=given.device).to(wide.dtype)
-            if align_corners:
-                place = number * ((size - 1) / (side - 1) if side > 1 else 0.0)
-            else:
-                step = 1.0 / scale if scale else size / side
-                place = ((number + 0.5) * step - 0.5).clamp(min=0.0)
+            step = interpolation_step(size, side, align_corners, scale)
+            place = number * step if align_corners else ((number + 0.5) * step - 0.5).clamp(min=0.0)
             low = place.to(torch.int64)
             axes.append((low, (low + 1).clamp(max=size - 1), (place - low).clamp(0.0, 1.0)))
         result = _along(wide, axes, []).to(given.dtype)
@@ -48,6 +45,13 @@ def interpolated(form: Callable[..., Tensor]) -> Callable[..., Tensor]:
         )
 
     return run
+
+
+def interpolation_step(elements: Any, places: Any, align_corners: bool, scale: float | None) -> Any:
+    """How many elements lie between a place and the next."""
+    if align_corners:
+        return (elements - 1) / (places - 1) if places > 1 else 0.0
+    return 1 / scale if scale is not None and scale > 0 else elements / places
 
 
 def _scaled(size: Any, factor: float) -> Any:

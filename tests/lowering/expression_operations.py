@@ -308,12 +308,9 @@ def _dims_of_squares(rng: random.Random, x: Tensor) -> Settings:
     return None if _squares_fit(rng, x) is None else _dims(rng, x)
 
 
-for _name in ("var", "std"):
+for _name in ("var", "std", "sum", "mean", "nansum"):
     _add("reduction", _name, lambda x, dims, keep, name=_name: getattr(torch, name)(x, dims, keepdim=keep),
-         ACCUMULATES, choose=_dims_of_squares)  # fmt: skip
-for _name in ("sum", "mean", "nansum"):
-    _add("reduction", _name, lambda x, dims, keep, name=_name: getattr(torch, name)(x, dims, keepdim=keep),
-         ACCUMULATES, choose=_dims)  # fmt: skip
+         ACCUMULATES, choose=_dims_of_squares if _name in ("var", "std") else _dims)  # fmt: skip
 _add("reduction", "var_biased", lambda x, dims, keep: torch.var(x, dims, correction=0, keepdim=keep),
      ACCUMULATES, choose=_dims_of_squares)  # fmt: skip
 for _name in ("amax", "amin", "any", "all"):

@@ -96,3 +96,12 @@ def test_elementwise_results_lie_as_those_of_kernels(
         found = function(*map(mode.from_tensor, tensors))
     moving = [d for d, size in enumerate(expected.shape) if size > 1]
     assert [found.stride(d) for d in moving] == [expected.stride(d) for d in moving]
+
+
+def test_results_of_two_tensors_lie_as_those_of_kernels_under_one_row() -> None:
+    tensors = torch.empty_strided((1, 1, 2), (1, 1, 1)), torch.empty_strided((2, 1), (1, 2))
+    mode = FakeTensorMode()
+    for function in (torch.mul, torch.copysign, torch.logaddexp):
+        with mode, run_on_fakes(mode):
+            found = function(*map(mode.from_tensor, tensors))
+        assert found.stride()[1:] == function(*tensors).stride()[1:]

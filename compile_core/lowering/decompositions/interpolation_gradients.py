@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gradsplit.compile_core.ir.tensor_spec import compute_dtype
+from gradsplit.compile_core.torch_facts.interpolation import interpolation_step
 
 aten = torch.ops.aten
 
@@ -38,15 +39,10 @@ def _backward(
         return total.to(grad_output.dtype, copy=True)  # whatever the scales are
     # The axis whose places are neighbours in memory comes first: it leaves the least to be read by the others.
     for axis, (elements, places, scale) in reversed(list(enumerate(sides, 2))):
-        total = _along(total, axis, elements, _step(elements, places, align_corners, scale), align_corners)
+        total = _along(
+            total, axis, elements, interpolation_step(elements, places, align_corners, scale), align_corners
+        )
     return total.to(grad_output.dtype)
-
-
-def _step(elements: int, places: int, align_corners: bool, scale: float | None) -> float:
-    """How many elements lie between a place and the next."""
-    if align_corners:
-        return (elements - 1) / (places - 1) if places > 1 else 0.0
-    return 1 / scale if scale is not None and scale > 0 else elements / places
 
 
 def _along(grad: Tensor, axis: int, elements: int, step: float, align_corners: bool) -> Tensor:
