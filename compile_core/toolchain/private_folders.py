@@ -18,6 +18,7 @@ import os
 import shutil
 import stat
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -100,9 +101,12 @@ def _fault(folder: Path, is_shared: bool = False) -> str:
     """Why nothing may be loaded from a folder, if so."""
     try:
         places = [(above, True) for above in reversed(folder.parents[:-1])] + [(folder, is_shared)]
+        faults = [fault_of_owner(*place) for place in places]
         if not is_shared:  # which may have been open to others before
-            places += [(inside, False) for inside in folder.iterdir()]
-        if fault := next(filter(None, (fault_of_owner(*place) for place in places)), ""):
+            for inside in folder.iterdir():
+                with suppress(FileNotFoundError):  # another process has built its entry, or removed it
+                    faults.append(fault_of_owner(inside))
+        if fault := next(filter(None, faults), ""):
             return fault
         if os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0):
             return f"{folder} is on a file system that is mounted noexec"

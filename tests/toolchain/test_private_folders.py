@@ -113,6 +113,28 @@ def test_a_link_to_another_users_folder_is_followed_once(tmp_path: Path, tempora
     assert cache.folder == tmp_path / "one" / "cache"
 
 
+def test_a_folder_will_do_while_another_process_builds_an_entry_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An entry that is built is listed, and has its place before it is looked at."""
+    folder = tmp_path / "cache"
+    building, built = folder / f"building-{KEY}", folder / "built"
+    building.mkdir(parents=True)
+    real = os.lstat
+
+    def lstat(path: str | Path) -> os.stat_result:
+        if path == building:
+            building.rename(built)
+        return real(path)
+
+    monkeypatch.setattr(private_folders.os, "lstat", lstat)
+    assert private_folders.usable_folder(folder) == folder
+    assert not caplog.records
+    built.chmod(0o777)
+    private_folders.usable_folder.cache_clear()
+    assert private_folders.usable_folder(folder) != folder, "others may write to what lies there"
+
+
 def test_what_is_built_is_ours_alone_with_any_umask(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     before = os.umask(0)
     try:
