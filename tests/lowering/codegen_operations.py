@@ -20,7 +20,9 @@ _BOOL_TOO = {
     "logical_and", "logical_or", "logical_xor", "logical_not", "bitwise_and", "bitwise_or", "bitwise_xor",
     "bitwise_not", "eq", "ne",
 }  # fmt: skip
-_PREDICATES = {"eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf"}
+PREDICATES = {
+    "eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "logical_and", "logical_or", "logical_xor", "logical_not",
+}  # fmt: skip
 _INT64_ONLY = {"random_bits", "random_word"}
 _DIVISIONS = {"floor_div", "trunc_div", "remainder", "fmod"}
 
@@ -43,7 +45,7 @@ def operation_case(operation: str, dtype: torch.dtype) -> Case:
         kind = BOOL if operation == "where" and k == 0 else dtype
         b.buffer(f"x{k}", (COUNT,), kind)
         arguments.append(b.load(f"x{k}", (0,)))
-    predicate = operation in _PREDICATES or operation.startswith("logical")
+    predicate = operation in PREDICATES
     value = b.apply(
         operation, *arguments, dtype=I32 if operation == "random_word" else BOOL if predicate else dtype
     )

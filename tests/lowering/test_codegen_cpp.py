@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 import gradsplit
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.kernels import KernelSource
-from gradsplit.compile_core.ir.loops import Gather
+from gradsplit.compile_core.ir.loops import SCALAR_OPERATIONS, Gather
 from gradsplit.compile_core.lowering.build import build, generate
 from gradsplit.compile_core.lowering.cpp_kernels.codegen_cpp import generate_cpp
 from tests.lowering.codegen_nests import (
@@ -38,7 +37,7 @@ from tests.lowering.codegen_nests import (
     softmax,
     total,
 )
-from tests.lowering.codegen_operations import OPERATIONS, operands_for
+from tests.lowering.codegen_operations import OPERATIONS, PREDICATES, operands_for
 from tests.lowering.codegen_random import random_cases
 from tests.lowering.compare_nests import compare_buffers
 from tests.lowering.loop_evaluator import evaluate_nest
@@ -206,15 +205,55 @@ def test_long_sums_are_as_accurate_as_eager(folder: Path) -> None:
     assert (storages["y"].double() - exact).abs() <= max(eager_error, exact * 2**-24)
 
 
-@pytest.mark.parametrize("length", [357, 4000, 100_000])
-def test_a_sum_of_all_elements_is_vectorised(length: int, folder: Path) -> None:
-    """One sum after another is slow and, of equal numbers, far from exact."""
-    case = total((length,))
-    source = generate_cpp(*case)
-    x, y = torch.full((length,), 2.3226578), torch.zeros(1)
-    build([source], folder)[source.name](x, y)
-    exact, one_by_one = x.double().sum(), numpy.cumsum(x.numpy())[-1]
-    assert (y.double() - exact).abs() <= abs(float(one_by_one) - exact) / 4
+_OF_FLOATS = {
+    operation: arguments
+    for operation, arguments in SCALAR_OPERATIONS.items()
+    if f"{operation}_float32" in OPERATIONS and operation not in PREDICATES
+}
+
+
+def _added(operation: str, number: int, rows: int, columns: int) -> Case:
+    """The sums over rows of an operation's results."""
+    b = NestBuilder((columns, rows), 1)
+    names = [f"x{k}" for k in range(_OF_FLOATS[operation])]
+    chosen = [b.constant(True, BOOL)] if operation == "where" else []
+    for name in names[len(chosen) :]:
+        b.buffer(name, (rows, columns))
+    values = [b.load(name, (1, 0)) for name in names[len(chosen) :]]
+    b.buffer("y", (columns,))
+    value = b.apply("cast", b.apply(operation, *chosen, *values), dtype=F32)
+    b.store("y", (0,), b.reduce("sum", value))
+    return b.nest(f"added_{number}_{rows}_{columns}"), b.buffers
+
+
+def test_sums_of_equal_numbers_are_exact_to_the_last_digits(folder: Path) -> None:
+    """One sum after another is slow and, of equal numbers, far from exact: whatever functions a loop calls, and
+    however the numbers lie."""
+    sizes = [(4096, 1), (4096, 40)]
+    cases = {
+        (operation, size): _added(operation, number, *size)
+        for number, operation in enumerate(_OF_FLOATS)
+        for size in [(1, 1), *sizes]
+    }
+    sources = {key: generate_cpp(*case) for key, case in cases.items()}
+    functions = build(list(sources.values()), folder)
+    wrong = []
+    for operation in _OF_FLOATS:
+        for number in (0.1, 0.3, 0.813, 1.94):
+
+            def added(
+                size: tuple[int, int], operation: str = operation, number: float = number
+            ) -> torch.Tensor:
+                source, specs = sources[operation, size], cases[operation, size][1]
+                storages = {name: torch.full(spec.shape, number) for name, spec in specs.items()}
+                functions[source.name](*(storages[name] for name in source.buffers))
+                return storages["y"].double()
+
+            one = added((1, 1))
+            off = max(((added(size) / size[0] - one) / one).abs().max().item() for size in sizes)
+            if one.isfinite().all() and one.all() and off > 1.2e-6:
+                wrong.append(f"{operation} of {number}: {off:.1e}")
+    assert not wrong, wrong
 
 
 def test_kernels_take_tensors_or_addresses(folder: Path) -> None:

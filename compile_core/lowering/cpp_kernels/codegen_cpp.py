@@ -43,9 +43,10 @@ from gradsplit.compile_core.lowering.tiling.tiling_cpp import tile_for_cpu
 
 # What a unit may keep on its stack for later passes, half of a usual second-level cache.
 _SCRATCH_BYTES = 256 * 1024
-# Points that one block accumulator takes before it is added to the total.
-_ROW_BLOCK = 4096
-_COLUMN_BLOCK_ROWS = 256
+# Points that one block accumulator takes before it is added to the total: those of a row in eight or sixteen
+# interleaved sums.
+_ROW_BLOCK = 512
+_COLUMN_BLOCK_ROWS = 64
 # Below this cost a kernel is shorter than releasing and retaking the interpreter's lock is worth.
 LONG_KERNEL_COST = 1 << 19
 

@@ -82,8 +82,9 @@ class BodyWriter:
         self.by_column = bool(self.nest.reduced_axes) and vector is not None and vector < self.parallel
         self.columns = tiling.blocks[vector] if self.by_column and vector is not None else 1
         self.dtypes = value_dtypes(self.nest)
+        one_by_one = not all(map(self._has_vector_form, range(len(self.nest.body))))
         self.reductions = {
-            n: CppReduction(n, statement, self._accumulated_dtype(statement), self.by_column)
+            n: CppReduction(n, statement, self._accumulated_dtype(statement), self.by_column, one_by_one)
             for n, statement in enumerate(self.nest.body)
             if isinstance(statement, Reduce)
         }
@@ -326,6 +327,16 @@ class BodyWriter:
         for axis in range(self.parallel, len(self.nest.extents)):
             index = f"i{axis}" if index == "0" else f"({index}) * {self.nest.extents[axis]} + i{axis}"
         return f"({index}) * {self.columns} + {self.column()}" if self.by_column else index
+
+    def _has_vector_form(self, n: int) -> bool:
+        """Whether g++ is known to vectorise a loop over the vectorised axis with this statement in it."""
+        statement = self.nest.body[n]
+        if self.tiling.vector_axis not in self.analysis.axes[n]:
+            return True
+        if isinstance(statement, Apply):
+            dtypes = [self.dtypes[argument] for argument in statement.arguments]
+            return scalar_cpp.has_vector_form(statement, dtypes)
+        return not _gathers(statement)
 
     def _accumulated_dtype(self, statement: Reduce) -> torch.dtype:
         if statement.operation in ("any", "all"):

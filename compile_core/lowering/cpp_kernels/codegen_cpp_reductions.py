@@ -5,7 +5,8 @@ A reduction lives in variables of a fixed meaning, named after its statement ``n
 - ``r{n}`` accumulates a block of points: a scalar when the reduced axis is vectorised (g++ then keeps a
   vector of partial results), an array over columns when a parallel axis is.
 - ``t{n}`` accumulates blocks. For sums and products of float32 it is a double, so that the error is that of
-  one block of at most a few thousand points in 16 interleaved sums, however long the reduction.
+  one block, some tens of values one after the other, however long the reduction. A scalar ``r{n}`` whose loop
+  g++ does not vectorise would be hundreds: it is a double as well.
 - ``q{n}`` accompanies ``r{n}``: for a scalar maximum or minimum of floats it says whether a NaN came by (one
   plain vector maximum and one comparison, instead of a chain of selects), for argmax and argmin it is the
   position.
@@ -33,12 +34,14 @@ class CppReduction:
         statement: itself.
         computed: dtype of the values that are compared or added.
         by_column: whether accumulators are arrays over the vectorised parallel axis.
+        one_by_one: whether a scalar accumulator may take the values of a block one by one.
     """
 
     number: int
     statement: Reduce
     computed: torch.dtype
     by_column: bool
+    one_by_one: bool
 
     @property
     def is_positional(self) -> bool:
@@ -51,13 +54,18 @@ class CppReduction:
 
     @property
     def block_type(self) -> str:
+        if self.one_by_one and not self.by_column and self._loses_digits:
+            return "double"
         # g++ does not vectorise |= and &= on bool
         return "int" if self.statement.operation in ("any", "all") else value_type(self.computed)
 
     @property
     def total_type(self) -> str:
-        widened = self.statement.operation in ("sum", "prod") and self.computed == torch.float32
-        return "double" if widened else self.block_type
+        return "double" if self._loses_digits else self.block_type
+
+    @property
+    def _loses_digits(self) -> bool:
+        return self.statement.operation in ("sum", "prod") and self.computed == torch.float32
 
     @property
     def second_type(self) -> str:

@@ -5,10 +5,12 @@ The functions that the expressions call are in ``codegen_cpp_prelude.h`` or are 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isinf, isnan
 
 import torch
 
+from gradsplit.compile_core.ir.loops import Apply
 from gradsplit.compile_core.ir.tensor_spec import HALF_FLOATS
 from gradsplit.compile_core.lowering.nests.scalar_expressions import INFIX, ScalarLanguage
 
@@ -95,6 +97,13 @@ _INTEGER = {
     **dict.fromkeys(("floor", "ceil", "round", "trunc"), "{0}"),
 }
 
+# What g++ was seen to vectorise for numbers of at most 32 bits, here by the functions of the prelude.
+_VECTORISED = {
+    *INFIX, *_FLOAT32.keys() - {"sin", "cos"}, "maximum", "minimum", "neg", "abs", "sign", "square", "where", "isnan",
+    "isinf", "logical_and", "logical_or", "logical_xor", "logical_not", "bitwise_not", "div", "reciprocal", "sqrt",
+    "rsqrt", "round", "floor", "ceil", "trunc", "trunc_div", "copysign", "cast", "round_to",
+}  # fmt: skip
+
 # The direct conversion of what a smaller integer type does not hold is undefined; torch's kernels go by way of these.
 _TRUNCATED_TO = {torch.uint8: torch.int64, torch.int8: torch.int32, torch.int16: torch.int32}
 
@@ -137,6 +146,13 @@ def converted(value: str, source: torch.dtype, target: torch.dtype) -> str:
         wide = _TRUNCATED_TO.get(target, target)
         return f"{value_type(target)}(truncated<{value_type(wide)}>({value}))"
     return f"{value_type(target)}({value})"
+
+
+def has_vector_form(statement: Apply, dtypes: Sequence[torch.dtype]) -> bool:
+    """Whether g++ is known to vectorise a loop with this operation on values of these dtypes in it."""
+    kinds = {*dtypes, statement.dtype}
+    is_narrow = torch.float64 not in kinds and not (torch.int64 in kinds and torch.float32 in kinds)
+    return is_narrow and statement.operation in _VECTORISED
 
 
 def literal(value: float | int | bool, dtype: torch.dtype) -> str:
