@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from gradsplit.compile_core.torch_facts.symbolic_numbers import repeated_dims
+
 # Compiles a graph for inputs; the result is called with them.
 CompileGraph = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -125,8 +127,7 @@ def copied(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     plain = value.detach()
-    is_overlapping = any(n > 1 and stride == 0 for n, stride in zip(value.shape, value.stride(), strict=True))
-    if is_overlapping:
+    if repeated_dims(value.shape, value.stride()):
         copy = plain.clone()
     else:
         copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)

@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from gradsplit.compile_core.torch_facts.symbolic_numbers import repeated_dims
+
 TENSORS = "repro.safetensors"
 
 
@@ -46,12 +48,11 @@ def stored(
 def _laid_out(
     values: Tensor, stride: Sequence[int], dtype: torch.dtype, device: str, requires_grad: bool
 ) -> Tensor:
-    is_overlapping = any(n > 1 and step == 0 for n, step in zip(values.shape, stride, strict=True))
-    if is_overlapping:
+    repeated = repeated_dims(values.shape, stride)
+    if repeated:
         base = values.to(device, dtype)
-        for dim, (size, step) in enumerate(zip(values.shape, stride, strict=True)):
-            if size > 1 and step == 0:
-                base = base.narrow(dim, 0, 1)
+        for dim in repeated:
+            base = base.narrow(dim, 0, 1)
         result = base.expand(values.shape)
     else:
         result = torch.empty_strided(tuple(values.shape), tuple(stride), dtype=dtype, device=device)

@@ -34,7 +34,11 @@ from gradsplit.compile_core.torch_facts.dispatcher import (
 )
 from gradsplit.compile_core.torch_facts.interpolation import interpolated
 from gradsplit.compile_core.torch_facts.recurrent_networks import NETWORKS, layered
-from gradsplit.compile_core.torch_facts.symbolic_numbers import memory_order, value_at_compilation
+from gradsplit.compile_core.torch_facts.symbolic_numbers import (
+    memory_order,
+    repeated_dims,
+    value_at_compilation,
+)
 from gradsplit.compile_core.torch_facts.thread_state import disable_current_modes
 from gradsplit.compile_core.torch_facts.wrapper_tensors import inner_tensors, is_wrapper_class
 
@@ -189,8 +193,7 @@ def _refuse_repeated(func: Any, changed: Any) -> None:
     alias = func._schema.arguments[0].alias_info
     if alias is None or not alias.is_write or not isinstance(changed, Tensor):
         return
-    layout = zip(changed.shape, changed.stride(), strict=True)
-    if any(type(step) is int and step == 0 and value_at_compilation(n) != 1 for n, step in layout):
+    if repeated_dims(changed.shape, changed.stride()):
         raise RuntimeError(
             "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
             "Please clone() the tensor before performing the operation."
@@ -299,8 +302,7 @@ def _norm(args: tuple[Any, ...], result: Tensor) -> Tensor:
 
 def _scattered(_: tuple[Any, ...], result: Tensor) -> Tensor:
     """A copy of an expanded tensor has memory for each element."""
-    is_expanded = any(n != 1 and stride == 0 for n, stride in zip(result.shape, result.stride(), strict=True))
-    return result.clone() if is_expanded else result
+    return result.clone() if repeated_dims(result.shape, result.stride()) else result
 
 
 def _as_run(func: Any) -> Callable[[tuple[Any, ...], Tensor], Tensor]:

@@ -187,3 +187,9 @@ def memory_order(strides: Sequence[Any]) -> tuple[list[int], list[int]]:
     """The dims as they lie in memory, outermost first, and the permutation back from that order."""
     order = sorted(range(len(strides)), key=lambda dim: -value_at_compilation(strides[dim]))
     return order, [order.index(dim) for dim in range(len(order))]
+
+
+def repeated_dims(shape: Sequence[Any], strides: Sequence[Any]) -> list[int]:
+    """The dims along which one element stands for all, as in an expanded tensor."""
+    sizes = enumerate(zip(shape, strides, strict=True))
+    return [d for d, (n, step) in sizes if type(step) is int and step == 0 and value_at_compilation(n) > 1]

@@ -374,6 +374,11 @@ def what_a_kernel_refuses_to_write(x, n):
     return x
 
 
+@program
+def nothing_may_be_written_to_what_is_repeated_for_no_elements(x, n):
+    return x.new_zeros(1).expand(0).add_(n), x + n
+
+
 @pytest.mark.parametrize("function, settings", program.table, ids=program.names)
 def test_same_as_plain(function, settings):
     check_program(function, **settings)

@@ -30,6 +30,7 @@ from gradsplit.compile_core.autograd.captured_graphs.attention_calls import (
 from gradsplit.compile_core.autograd.captured_graphs.known_values import known_values
 from gradsplit.compile_core.ir.higher_order import CHECKPOINTS
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.torch_facts.symbolic_numbers import repeated_dims
 
 
 def simplify_masks(
@@ -109,9 +110,8 @@ def _as_flag(mask: Tensor) -> bool | None:
 
 
 def _unexpanded(mask: Tensor) -> Tensor:
-    for dim in range(mask.dim()):
-        if mask.stride(dim) == 0 and mask.shape[dim] > 1:
-            mask = mask.narrow(dim, 0, 1)
+    for dim in repeated_dims(mask.shape, mask.stride()):
+        mask = mask.narrow(dim, 0, 1)
     return mask
 
 
