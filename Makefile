@@ -12,7 +12,7 @@ TORCH_VENV := .venv-torch-$(TORCH)
 INSTALL := $(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test test-torch differential lint sweep launch-checks pipelines rank-failures test-gpu test-ranks \
-	compile-time-growth minimized-faults doctor-programs random-programs clean python-version
+	compile-time-growth minimized-faults doctor-programs random-programs private-parts clean python-version
 
 demo: $(VENV)/installed
 	$(VENV_PYTHON) -m gradsplit.launch --nproc-per-node $(DEMO_PROCESSES) examples/train_ddp.py
@@ -91,6 +91,10 @@ doctor-programs: $(VENV)/installed
 random-programs: $(VENV)/installed
 	$(VENV_PYTHON) -m tests.programs.random_programs --count 1000 --processes $(TEST_WORKERS)
 	$(VENV_PYTHON) -m tests.lowering.random_expressions --count 2000 --processes $(TEST_WORKERS)
+
+# A torch that lacks each of the private parts, of which the tests miss one for each purpose: two minutes.
+private-parts: $(VENV)/installed
+	$(VENV_PYTHON) -m tests.torch_facts.without_each_part
 
 python-version:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "gradsplit needs Python 3.11 or newer, and $(PYTHON) is %d.%d: run make PYTHON=/path/to/python3.11" % sys.version_info[:2])'

@@ -15,7 +15,8 @@ from gradsplit.support import private_parts_table, versions_table
 ROOT = Path(__file__).parent.parent.parent
 
 private_parts_table()
-PARTS = sorted(PRIVATE_PARTS)
+# One of those that serve the same purpose with the same consequence; make private-parts misses each.
+PARTS = sorted({(part.purpose, part.without): name for name, part in sorted(PRIVATE_PARTS.items())}.values())
 # The names are shared out, so that workers walk the table side by side.
 SHARES = 2
 
@@ -25,8 +26,8 @@ SHARES = 2
 @pytest.mark.parametrize("share", range(SHARES))
 def test_without_each_part(share):
     command = [sys.executable, "-m", "tests.torch_facts.without_each_part", *PARTS[share::SHARES]]
-    wrong = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
-    assert not wrong, wrong
+    run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert not run.returncode, run.stdout
 
 
 def test_the_table_says_what_goes_without_each():
@@ -35,5 +36,5 @@ def test_the_table_says_what_goes_without_each():
     console.print(versions_table())
     console.print(private_parts_table())
     shown = text.getvalue()
-    assert all(name in shown for name in PARTS)
+    assert all(name in shown for name in PRIVATE_PARTS)
     assert all(part.purpose and part.without for part in PRIVATE_PARTS.values())

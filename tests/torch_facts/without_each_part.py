@@ -1,5 +1,5 @@
-"""``python -m tests.torch_facts.without_each_part NAME…``: imports gradsplit and trains a plain model in a torch that
-lacks one private part, for each of those that are named; prints what is wrong.
+"""``python -m tests.torch_facts.without_each_part [NAME…]``: imports gradsplit and trains a plain model in a torch that
+lacks one private part, for each of those that are named, or of all; prints what is wrong.
 
 Run as a program of its own, since gradsplit is imported anew for each part. All share the imports before the part is
 looked up: a process is forked at the lookup, which misses the part there and goes on without it.
@@ -8,6 +8,7 @@ looked up: a process is forked at the lookup, which misses the part there and go
 import gc
 import os
 import pkgutil
+import subprocess
 import sys
 import traceback
 
@@ -31,11 +32,13 @@ class MissingParts:
     Attributes:
         waiting: the parts that have not been looked up.
         missing: the one that this process misses; "" in the first process, which has all.
+        failed: those without which something was wrong.
     """
 
     def __init__(self, names: list[str]) -> None:
         self.waiting = set(names)
         self.missing = ""
+        self.failed: list[str] = []
         self._resolve = pkgutil.resolve_name
 
     def find(self, wanted: str) -> object:
@@ -51,8 +54,8 @@ class MissingParts:
         child = os.fork()
         if child == 0:
             self.missing, self.waiting = name, set()
-        else:
-            os.waitpid(child, 0)
+        elif os.waitpid(child, 0)[1]:
+            self.failed.append(name)
 
 
 def train(parts: MissingParts) -> None:
@@ -84,19 +87,36 @@ def train(parts: MissingParts) -> None:
     assert (compiled is model) == bool(missing_parts())
 
 
-def main(names: list[str]) -> None:
+def every_part() -> list[str]:
+    """The names of all parts, from a process that looks them up before this one does."""
+    program = """
+from gradsplit.support import private_parts_table
+from gradsplit.compile_core.torch_facts.private_parts import PRIVATE_PARTS
+import gradsplit.distributed
+private_parts_table()
+print(*PRIVATE_PARTS, sep="\\n")
+"""
+    run = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True)
+    return run.stdout.splitlines()
+
+
+def main(names: list[str]) -> int:
+    names = names or every_part()
     gc.disable()  # a collection would copy what the processes share
     parts = MissingParts(names)
     pkgutil.resolve_name = parts.find
     first = os.getpid()
+    failed = 0
     try:
         train(parts)
     except BaseException:
         print(f"without {parts.missing or 'nothing'}:\n{traceback.format_exc()}", flush=True)
+        failed = 1
     if os.getpid() != first:
-        os._exit(0)
+        os._exit(failed)
     assert not parts.waiting, parts.waiting
+    return failed or int(bool(parts.failed))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))
