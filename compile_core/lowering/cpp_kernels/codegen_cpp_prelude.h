@@ -61,6 +61,12 @@ template <class T> INLINE T nan_min(T a, T b) { const T smaller = b < a ? b : a;
 // Whether b displaces the best a of an argmax or argmin that keeps the first extremum and lets NaN win.
 template <class T> INLINE bool displaces_max(T a, T b) { return b > a || (b != b && a == a); }
 template <class T> INLINE bool displaces_min(T a, T b) { return b < a || (b != b && a == a); }
+// Of functions that look at no errno, g++ makes one of sin(atan(x)), and of cos of it and sinh and cosh of atanh, which is
+// 1 for NaN: of what comes out of here it does not know the function.
+template <class T> INLINE T of_any_function(T x) {
+  asm("" : "+m"(x));
+  return x;
+}
 template <class T> INLINE T sign_of(T x) { return T(T(T(0) < x) - T(x < T(0))); }
 template <class T> INLINE T absolute(T x) { return x < T(0) ? T(-x) : x; }
 INLINE float absolute(float x) { return __builtin_fabsf(x); }

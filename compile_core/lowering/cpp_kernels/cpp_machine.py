@@ -23,7 +23,7 @@ _FLAGS = (
     "-march=native",
     "-fopenmp",
     "-fPIC",
-    # Neither flag changes a value: errno and floating-point traps are not looked at.
+    # Neither flag changes a value where `of_any_function` is: errno and floating-point traps are not looked at.
     "-fno-math-errno",
     "-fno-trapping-math",
     # Eager rounds a product before it adds; polynomials ask for fused operations where they want them.

@@ -71,14 +71,14 @@ _FLOAT = {
         name: f"__builtin_{name}{{B}}({{0}})"
         for name in (
             "sqrt", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin", "acos",
-            "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "erf", "erfc", "lgamma", "floor", "ceil",
-            "trunc",
+            "sinh", "cosh", "tanh", "asinh", "acosh", "erf", "erfc", "lgamma", "floor", "ceil", "trunc",
         )
     },
     **{
         name: f"__builtin_{name}{{B}}({{0}}, {{1}})"
         for name in ("pow", "atan2", "copysign", "hypot", "nextafter")
     },
+    **{name: f"of_any_function(__builtin_{name}{{B}}({{0}}))" for name in ("atan", "atanh")},
 }  # fmt: skip
 
 _FLOAT32 = {
