@@ -1,7 +1,7 @@
-"""What a graph assumes of numbers that depend on data, checked when it runs.
+"""What a graph assumes of numbers that depend on data, and what operators ask of them, checked when it runs.
 
-A check fails before the graph has changed anything that it was given, so the call can be made again as plain Python.
-What it has drawn by then, the call draws again: the generators go back to where they were.
+A check of what is assumed fails before the graph has changed anything that it was given, so the call can be made again
+as plain Python. What it has drawn by then, the call draws again: the generators go back to where they were.
 """
 
 from __future__ import annotations
@@ -28,6 +28,13 @@ def check_assumption(condition: Any) -> None:
         assume(condition)
     elif not condition:
         raise RuntimeError(_FAILED)
+
+
+def check_probabilities(numbers: torch.Tensor, text: str) -> None:
+    """Has a program that is traced raise a RuntimeError of this text where a number is no probability, as torch's
+    kernels for CPUs do. On GPUs, where they end the process, nothing is checked."""
+    if numbers.device.type == "cpu":
+        torch.ops.aten._assert_async.msg(((numbers >= 0) & (numbers <= 1)).all(), text)
 
 
 def has_checks(graph: torch.fx.Graph) -> bool:

@@ -45,7 +45,29 @@ has_data_mutation = private("torch:_functionalize_has_data_mutation", _PURPOSE)
 MATRIX_PRODUCTS = frozenset([aten.mm, aten.bmm, aten.addmm, aten.baddbmm])
 
 
-# Which operators draw random numbers.
+# Which operators draw random numbers, or are there for what they raise.
+
+# What these say is known by the trace.
+_KNOWN = (aten.sym_constrain_range, aten.sym_constrain_range_for_size, aten._assert_tensor_metadata)
+
+
+def is_check(node: Node) -> bool:
+    """Whether the operator gives and changes nothing, and so is there for what it raises: where a number is not as
+    assumed, or a matrix has no inverse."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.overloadpacket in _KNOWN:
+        return False
+    return not target._schema.returns and not target._schema.is_mutable
+
+
+def acts(node: Node) -> bool:
+    """Whether the operator does something though nobody reads what it gives."""
+    return is_random(node) or is_check(node)
+
+
+def is_needed_unread(node: Node) -> bool:
+    """Whether a node stays in a graph where nobody reads it, for ``eliminate_dead_code``."""
+    return node.op in ("placeholder", "output") or acts(node)
 
 
 def is_random(node: Node) -> bool:

@@ -23,7 +23,7 @@ from gradsplit.compile_core.ir.schedule import Compute, Schedule
 from gradsplit.compile_core.runtime.cuda_graphs import saved_source
 from gradsplit.compile_core.runtime.executable import Region, link
 from gradsplit.compile_core.runtime.graphed_program import GraphedProgram, RecordedSource
-from gradsplit.compile_core.torch_facts.dispatcher import is_random
+from gradsplit.compile_core.torch_facts.dispatcher import acts
 
 _INPUTS, _WEIGHTS = "backward_inputs", "backward_weights"
 
@@ -141,8 +141,8 @@ class _Cut:
         of_input = zip(graph.signature.gradient_inputs, gradients, strict=True)
         computed = [node for node in graph.backward.graph.nodes if node.op not in ("placeholder", "output")]
         wanted = [node for position, node in of_input if node is not None and not is_weight[position]]
-        # Random numbers are drawn in the order of the whole backward.
-        needed = ancestors([*wanted, *filter(is_random, computed)])
+        # Random numbers are drawn in the order of the whole backward, and what raises comes first.
+        needed = ancestors([*wanted, *filter(acts, computed)])
         # What returns several values hands on these, not a tuple of them.
         needed.update(
             node for node in computed if node.target is operator.getitem and node.all_input_nodes[0] in needed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -107,3 +108,67 @@ def test_an_index_into_what_is_padded_behind() -> None:
 
     table, index = torch.randn(5), torch.tensor([0, 7, -1, -4, -8])
     assert torch.equal(gradsplit.compile(program, fullgraph=True)(table, index), program(table, index))
+
+
+REFUSED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]] = {
+    "inverse": (torch.linalg.inv, torch.zeros(3, 3)),
+    "solve": (lambda x: torch.linalg.solve(x, x), torch.zeros(3, 3)),
+    "cholesky": (torch.linalg.cholesky, -torch.eye(3)),
+    "power": (lambda x: torch.linalg.matrix_power(x, -2), torch.zeros(3, 3)),
+    "asserted": (lambda x: (torch._assert_async((x > 0).all(), "not all"), x + 1)[1], torch.zeros(3)),
+    "cross entropy": (lambda x: torch.nn.functional.binary_cross_entropy(x, x), torch.tensor([0.5, 1.5])),
+    "drawn": (torch.bernoulli, torch.tensor([0.5, float("nan")])),
+    "drawn in place": (lambda x: x.new_empty(2).bernoulli_(x), torch.tensor([0.5, -0.5])),
+}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", None])
+@pytest.mark.parametrize("name", REFUSED)
+def test_numbers_that_kernels_refuse(name: str, backend: str | None) -> None:
+    """An operator that does nothing but raise stays in the graph."""
+    function, refused = REFUSED[name]
+    compiled = gradsplit.compile(lambda x: function(x) * 2, fullgraph=True, backend=backend)
+    accepted = torch.eye(3) if refused.dim() == 2 else torch.full_like(refused, 0.5)
+    assert compiled(accepted).shape == accepted.shape or name == "cross entropy"
+    with pytest.raises(RuntimeError) as expected:
+        function(refused)
+    with pytest.raises(expected.type) as found:
+        compiled(refused)
+    assert str(found.value).splitlines()[0] == str(expected.value).splitlines()[0]
+
+
+class _Inverted(torch.autograd.Function):
+    """The gradient is the inverse of what comes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.inv(gradient)
+
+
+def test_numbers_that_kernels_refuse_in_a_backward() -> None:
+    compiled = gradsplit.compile(lambda x: _Inverted.apply(x) * 2, fullgraph=True)
+    x = torch.ones(2, 2, requires_grad=True)
+    result = compiled(x)
+    result.backward(torch.eye(2), retain_graph=True)
+    assert x.grad is not None and torch.equal(x.grad, torch.eye(2) / 2)
+    with pytest.raises(torch.linalg.LinAlgError):
+        result.backward(torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_two_functions_become_one(dtype: torch.dtype) -> None:
+    """As g++ would make of the sine of an arc tangent, which is 1 for NaN then."""
+    outer = ("sin", "cos", "tan", "sinh", "cosh", "tanh", "exp", "log")
+    inner = ("asin", "acos", "atan", "asinh", "acosh", "atanh", "log", "exp")
+
+    def pairs(x: torch.Tensor) -> list[torch.Tensor]:
+        return [getattr(getattr(x, second)(), first)() for first in outer for second in inner]
+
+    x = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.5, -0.5, 2.0, 0.0, -0.0], dtype=dtype)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    for found, expected in zip(gradsplit.compile(pairs, fullgraph=True)(x), pairs(x), strict=True):
+        torch.testing.assert_close(found, expected, equal_nan=True, rtol=tolerance, atol=0.0)

@@ -8,7 +8,7 @@ computed a second time, where the backward reads it.
 from __future__ import annotations
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule
 
 from gradsplit.compile_core.autograd.operators.graph_nodes import (
     copy_after_sources,
@@ -18,9 +18,8 @@ from gradsplit.compile_core.autograd.operators.graph_nodes import (
 from gradsplit.compile_core.autograd.partitioning.memory_budget import choose_within_budget
 from gradsplit.compile_core.autograd.partitioning.min_cut import CutProblem
 from gradsplit.compile_core.autograd.partitioning.recompute_orders import find_orders
-from gradsplit.compile_core.ir.data_checks import CHECK
 from gradsplit.compile_core.ir.numbers import is_number
-from gradsplit.compile_core.torch_facts.dispatcher import is_random
+from gradsplit.compile_core.torch_facts.dispatcher import is_needed_unread
 from gradsplit.compile_core.torch_facts.lazy_modules import lazy_module
 
 
@@ -55,9 +54,5 @@ def _recompute_for(module: GraphModule, number: int, budget: float) -> GraphModu
     (output,) = module.graph.find_nodes(op="output")
     copies = {**second, **first}
     graph.output(tuple(None if node is None else copies[node] for node in output.args[0]))
-    graph.eliminate_dead_code(is_impure_node=_has_effect)
+    graph.eliminate_dead_code(is_needed_unread)
     return lazy_module(module, graph)
-
-
-def _has_effect(node: Node) -> bool:
-    return node.op in ("placeholder", "output") or is_random(node) or node.target is CHECK

@@ -27,7 +27,7 @@ from gradsplit.compile_core.errors import InternalError
 from gradsplit.compile_core.ir.data_checks import CHECK
 from gradsplit.compile_core.ir.graphs import JointGraph, PartitionedGraph
 from gradsplit.compile_core.ir.numbers import is_number
-from gradsplit.compile_core.torch_facts.dispatcher import is_random
+from gradsplit.compile_core.torch_facts.dispatcher import acts, is_random
 from gradsplit.compile_core.torch_facts.lazy_modules import lazy_module
 
 
@@ -47,9 +47,10 @@ def partition(joint: JointGraph, activation_memory_budget: float = 1.0) -> Parti
     results = _results(joint.module.graph)
     outputs, gradients = results[: joint.num_outputs], results[joint.num_outputs :]
 
-    random = [node for node in joint.module.graph.nodes if is_random(node)]
-    checks = [node for node in joint.module.graph.nodes if node.target is CHECK]
-    only_backward = descendants([*tangents, *(node for node in random if is_of_backward(node))])
+    effects = [node for node in joint.module.graph.nodes if acts(node)]
+    # What is assumed of data is checked before anything is changed.
+    late = [node for node in effects if is_of_backward(node) and node.target is not CHECK]
+    only_backward = descendants([*tangents, *late])
     for output in outputs:
         if output in only_backward:
             raise InternalError(f"forward output {output} depends on a tangent")
@@ -72,7 +73,7 @@ def partition(joint: JointGraph, activation_memory_budget: float = 1.0) -> Parti
         joint.module,
         {node: node.name for node in primals},
         [*outputs, *computed, *(node for node in numbers if node.op != "placeholder")],
-        effects=[node for node in (*random, *checks) if node not in only_backward],
+        effects=[node for node in effects if node not in only_backward],
         at_once={node for node in joint.module.graph.nodes if node not in in_forward and not is_random(node)},
     )
     names = {node: node.name for node in [*saved, *numbers]}
@@ -84,7 +85,7 @@ def partition(joint: JointGraph, activation_memory_budget: float = 1.0) -> Parti
         joint.module,
         names | {node: node.name for node in tangents},
         gradients,
-        effects=[node for node in (*random, *checks) if node in only_backward],
+        effects=[node for node in effects if node in only_backward],
         on_demand=in_forward,
     )
     _read_copies(backward, [*copied.values()])
@@ -139,7 +140,7 @@ def _needed_numbers(
     if not numbers:
         return []
     results = [node for node in gradients if node is not None]
-    effects = [node for node in only_backward if is_random(node) or node.target is CHECK]
+    effects = [node for node in only_backward if acts(node)]
     needed = ancestors([*results, *effects], numbers | set(saved))
     return [node for node in graph.nodes if node in needed and node in numbers]
 

@@ -43,7 +43,7 @@ from gradsplit.compile_core.autograd.rewrites.rows import (
 from gradsplit.compile_core.autograd.rewrites.select_rows import select_rows
 from gradsplit.compile_core.ir.graphs import JointGraph
 from gradsplit.compile_core.ir.row_chunks import ADD_PRODUCT, AFTER, WIDE_PRODUCT
-from gradsplit.compile_core.torch_facts.dispatcher import is_random
+from gradsplit.compile_core.torch_facts.dispatcher import is_needed_unread
 
 aten = torch.ops.aten
 
@@ -77,9 +77,7 @@ def chunk_rows(joint: JointGraph, chunk_bytes: int) -> JointGraph:
             here = set(graph.nodes)
             left = [node for node in left if node in here]
     if is_changed:
-        graph.eliminate_dead_code(
-            is_impure_node=lambda node: node.op in ("placeholder", "output") or is_random(node)
-        )
+        graph.eliminate_dead_code(is_needed_unread)
         graph.lint()
         joint.module.recompile()
     return joint

@@ -19,10 +19,9 @@ from gradsplit.compile_core.autograd.operators.graph_nodes import is_of_backward
 from gradsplit.compile_core.autograd.operators.region_marks import mark_of
 from gradsplit.compile_core.autograd.rewrites.drop_copies import drop_copies
 from gradsplit.compile_core.autograd.rewrites.scatter_sums import join_scatter_sums
-from gradsplit.compile_core.ir.data_checks import CHECK
 from gradsplit.compile_core.ir.numbers import is_number
 from gradsplit.compile_core.ir.pooling import PLACES, POSITIONS
-from gradsplit.compile_core.torch_facts.dispatcher import is_random
+from gradsplit.compile_core.torch_facts.dispatcher import is_needed_unread, is_random
 
 aten = torch.ops.aten
 
@@ -72,11 +71,7 @@ def simplify(module: GraphModule) -> GraphModule:
         graph.erase_node(node)
     drop_copies(graph)
     join_scatter_sums(graph)
-    graph.eliminate_dead_code(
-        is_impure_node=lambda node: (
-            node.op in ("placeholder", "output") or node.target is CHECK or is_random(node)
-        )
-    )
+    graph.eliminate_dead_code(is_needed_unread)
     graph.lint()
     module.recompile()
     return module

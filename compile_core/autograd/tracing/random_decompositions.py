@@ -2,9 +2,7 @@
 
 The results have the distributions of torch's operators, not their numbers, and the strides of torch's results. An
 operator that is given a generator keeps it, and so stays as it is. So does one whose arguments torch's kernel would
-refuse when it runs.
-
-Limit: probabilities that lie in a tensor are not checked to be ones.
+refuse when it runs. Numbers of a tensor are checked to be probabilities on CPUs alone.
 """
 
 from __future__ import annotations
@@ -16,11 +14,16 @@ import torch
 from torch import Tensor
 
 from gradsplit.compile_core.autograd.tracing.random_order import memory_order
+from gradsplit.compile_core.ir.data_checks import check_probabilities
 
 aten = torch.ops.aten
 
 # Below half a step of the uniform numbers; what stands for a zero of theirs, whose logarithm is infinite.
 _LEAST_UNIFORM = 2.0**-25
+_NOT_PROBABILITIES = (
+    "Expected p_in >= 0 && p_in <= 1 to be true, but got false.  (Could this error message be improved?  If so, please "
+    "report an enhancement request to PyTorch.)"
+)
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -74,7 +77,10 @@ def _bernoulli(self: Tensor, *, generator: Any = None) -> Any:
 def _bernoulli_of(self: Tensor, p: Tensor | float, *, generator: Any = None) -> Any:
     if generator is not None or (not isinstance(p, Tensor) and not 0 <= p <= 1):
         return NotImplemented
-    dtype = _compute_dtype(p.dtype) if isinstance(p, Tensor) else torch.float32
+    dtype = torch.float32
+    if isinstance(p, Tensor):
+        dtype = _compute_dtype(p.dtype)
+        check_probabilities(p, _NOT_PROBABILITIES)
     return (_uniform_numbers(self, dtype) < p).to(self.dtype)
 
 

@@ -38,6 +38,7 @@ from gradsplit.compile_core.torch_facts.dispatcher import (
     enable_functionalization,
     from_functional,
     has_kernel_for_key,
+    is_check,
     is_functional,
     mirror_autograd_meta,
     sync,
@@ -262,7 +263,7 @@ class OperatorRecorder(TorchDispatchMode):
                 yield
         except GuardOnDataDependentSymNode:
             for node in [*itertools.takewhile(lambda node: node is not last, reversed(self._graph.nodes))]:
-                if node.target is CHECK:
+                if is_check(node):
                     self._graph.erase_node(node)
             raise
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch._decomp import get_decompositions
 
+from gradsplit.compile_core.ir.data_checks import check_probabilities
 from gradsplit.compile_core.ir.tensor_spec import compute_dtype
 from gradsplit.compile_core.lowering.decompositions import convolution_layouts, thin_products
 from gradsplit.compile_core.lowering.decompositions.decompose_foreach import foreach_decompositions
@@ -94,6 +95,7 @@ def decomposition_table(
         }
     )
     table[aten.linalg_vector_norm.default] = _counting_dims(table[aten.linalg_vector_norm.default])
+    table[aten.binary_cross_entropy.default] = _of_probabilities(table[aten.binary_cross_entropy.default])
     table.update(foreach_decompositions())
     table.update(_OWN)
     if device_type == "cuda":
@@ -101,6 +103,14 @@ def decomposition_table(
     elif frozen:
         table.update(_FROZEN_ON_CPUS)
     return table
+
+
+def _of_probabilities(decompose: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def checked(self: Tensor, *others: Any, **settings: Any) -> Tensor:
+        check_probabilities(self, "all elements of input should be between 0 and 1")
+        return decompose(self, *others, **settings)
+
+    return checked
 
 
 def _gelu(self: Tensor, *, approximate: str = "none") -> Tensor:

@@ -31,7 +31,7 @@ from gradsplit.compile_core.lowering.graph_to_loops.reduction_rules import is_re
 from gradsplit.compile_core.lowering.graph_to_loops.scalar_rules import is_pointwise
 from gradsplit.compile_core.lowering.graph_to_loops.view_rules import SPLITTING_VIEWS, VIEWS, restride
 from gradsplit.compile_core.lowering.nests.body_builder import is_loop_dtype
-from gradsplit.compile_core.torch_facts.dispatcher import draws_in_memory_order, is_random
+from gradsplit.compile_core.torch_facts.dispatcher import acts, draws_in_memory_order
 
 aten = torch.ops.aten
 
@@ -171,8 +171,8 @@ def plan_graph(graph: torch.fx.Graph, places: Mapping[torch.fx.Node, View]) -> G
 
 
 def _has_effect(node: torch.fx.Node) -> bool:
-    """Whether it changes memory, or the state of a generator, as eager would for numbers that nobody uses."""
-    if is_random(node):
+    """Whether it raises, or changes memory or the state of a generator, as eager would for numbers that nobody uses."""
+    if acts(node):
         return True
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
