@@ -39,6 +39,7 @@ from gradsplit.compile_core.autograd.rewrites.numbers_to_tensors import (
 )
 from gradsplit.compile_core.autograd.trace_joint import trace_joint
 from gradsplit.compile_core.autograd.tracing import random_decompositions
+from gradsplit.compile_core.autograd.tracing.captured_nodes import note_unread
 from gradsplit.compile_core.backends.registry import Backend, GraphBackend, RegionBackend
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.captured import CapturedGraph
@@ -403,6 +404,7 @@ def _trace(
         decompositions = {**decompositions, **random_decompositions.DECOMPOSITIONS}
     # The passes know what operators of plain tensors do.
     passes = () if has_wrappers(module) else CAPTURED_PASSES
+    note_unread(module)
     program = run_passes(passes, module, choices, dump, "captured", options)
     with timed("trace_joint"):
         joint = trace_joint(program, examples, decompositions)

@@ -47,6 +47,8 @@ MATRIX_PRODUCTS = frozenset([aten.mm, aten.bmm, aten.addmm, aten.baddbmm])
 
 # Which operators draw random numbers, or are there for what they raise.
 
+# In the ``meta`` of a node: the program has called it, reads nothing of it, and may see it raise.
+KEPT = "kept"
 # What these say is known by the trace.
 _KNOWN = (aten.sym_constrain_range, aten.sym_constrain_range_for_size, aten._assert_tensor_metadata)
 
@@ -62,7 +64,7 @@ def is_check(node: Node) -> bool:
 
 def acts(node: Node) -> bool:
     """Whether the operator does something though nobody reads what it gives."""
-    return is_random(node) or is_check(node)
+    return is_random(node) or is_check(node) or KEPT in node.meta
 
 
 def is_needed_unread(node: Node) -> bool:

@@ -137,6 +137,37 @@ def test_numbers_that_kernels_refuse(name: str, backend: str | None) -> None:
     assert str(found.value).splitlines()[0] == str(expected.value).splitlines()[0]
 
 
+UNREAD: dict[str, tuple[Callable[[torch.Tensor], object], torch.Tensor]] = {
+    "index": (lambda i: torch.ones(4)[i] * 2, torch.tensor([0, 9])),
+    "rows": (lambda i: torch.nn.functional.embedding(i, torch.ones(4, 2)).sum(), torch.tensor([0, 9])),
+    "scattered": (lambda i: torch.ones(4).scatter(0, i, 1.0), torch.tensor([0, 9])),
+    "classes": (lambda i: torch.nn.functional.one_hot(i, 4), torch.tensor([0, 9])),
+    "target": (lambda i: torch.nn.functional.cross_entropy(torch.ones(2, 4), i), torch.tensor([0, 9])),
+    "divisor": (lambda i: 3 % i, torch.tensor([1, 0])),
+    "histogram": (lambda x: torch.histc(x, 4) + 1, torch.tensor([1.0, float("nan")])),
+    "factor": (torch.linalg.cholesky, -torch.eye(3)),
+    "eigenvalues": (lambda x: torch.linalg.eigh(x)[0], torch.full((3, 3), float("nan"))),
+}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", None])
+@pytest.mark.parametrize("name", UNREAD)
+def test_numbers_that_kernels_refuse_of_which_nobody_reads_the_result(name: str, backend: str | None) -> None:
+    function, refused = UNREAD[name]
+
+    def calls(x: torch.Tensor) -> torch.Tensor:
+        function(x)
+        return x + 1
+
+    compiled = gradsplit.compile(calls, fullgraph=True, backend=backend)
+    accepted = torch.eye(3) if refused.dim() == 2 else torch.ones_like(refused)
+    assert torch.equal(compiled(accepted), accepted + 1)
+    with pytest.raises((RuntimeError, IndexError)) as expected:
+        function(refused)
+    with pytest.raises(expected.type):
+        compiled(refused)
+
+
 class _Inverted(torch.autograd.Function):
     """The gradient is the inverse of what comes."""
 

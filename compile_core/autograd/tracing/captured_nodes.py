@@ -14,15 +14,28 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from gradsplit.compile_core.autograd.operators.graph_nodes import marked_as_own_backward
+from gradsplit.compile_core.autograd.operators.graph_nodes import ancestors, marked_as_own_backward
 from gradsplit.compile_core.torch_facts.autograd_engine import (
     current_autograd_node,
     number_of_node,
     numbers_given,
 )
+from gradsplit.compile_core.torch_facts.dispatcher import KEPT
+from gradsplit.compile_core.torch_facts.refusals import may_refuse
 
 # Where a traced node's ``meta`` has the name of the captured node.
 CAPTURED = "captured"
+# In the ``meta`` of a captured node: the program reads nothing of what it gives.
+UNREAD = "unread"
+
+
+def note_unread(module: GraphModule) -> None:
+    """Notes in a captured graph what the program has called and does not read, what changes something in place among
+    it: plain PyTorch runs it, and may raise."""
+    read = ancestors(module.graph.output_node().all_input_nodes)
+    for node in module.graph.nodes:
+        if node.op.startswith("call") and node not in read:
+            node.meta[UNREAD] = True
 
 
 class CapturedNodes:
@@ -69,3 +82,5 @@ class CapturedNodes:
         if captured is not None:
             node.meta[CAPTURED] = captured.name
             node.meta["stack_trace"] = captured.meta.get("stack_trace", "")
+            if running is None and UNREAD in captured.meta and may_refuse(node):
+                node.meta[KEPT] = True

@@ -69,6 +69,7 @@ from gradsplit.compile_core.lowering.graph_to_loops.view_rules import (
     view_of,
 )
 from gradsplit.compile_core.lowering.nests.body_builder import is_loop_dtype
+from gradsplit.compile_core.torch_facts.dispatcher import KEPT
 
 aten = torch.ops.aten
 
@@ -242,6 +243,8 @@ class _Lowering:
         for tensor in tree_leaves(fake):
             if isinstance(tensor, torch.Tensor):
                 static_spec(tensor, node.name)
+        if KEPT in node.meta and not node.users:  # torch's kernel is run for what it raises
+            return lower_call(self.builder, self.plan, node, args, kwargs)
         if node in self.plan.absorbed:
             return args[0] if isinstance(args[0], LazyTensor) else args[1]
         if node.target in VIEWS:
