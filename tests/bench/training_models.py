@@ -85,10 +85,10 @@ def mlp() -> Training:
 
 
 def two_types() -> Training:
-    """Whose gradients lie in two buckets at least, whatever plan the clock makes: one bucket is of one type."""
-    model, inputs = Perceptron(), mlp()[1]
+    """A small one whose gradients lie in two buckets, whatever plan the clock makes: one bucket is of one type."""
+    model = Perceptron(64, depth=2)
     model.layers[-1].to(torch.bfloat16)
-    return model, inputs
+    return model, {"x": torch.randn(16, 64), "labels": torch.randint(100, (16,))}
 
 
 class GraphNetwork(nn.Module):
