@@ -19,7 +19,7 @@ from gradsplit.compile_core.ir.communicator import Communicator, Destinations, W
 from gradsplit.compile_core.ir.graphs import PartitionedGraph
 from gradsplit.compile_core.ir.pick import Pick, picker
 from gradsplit.compile_core.ir.schedule import Schedule
-from gradsplit.compile_core.torch_facts.dispatcher import is_needed_unread
+from gradsplit.compile_core.torch_facts.dispatcher import acts
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class StoredGradients:
             kept = {*self.others_computed, *(self.positions[name] for name in wanted)}
             results: Any = graph.graph_copy(backward.graph, {})
             graph.output([result if k in kept else None for k, result in enumerate(results)])
-            graph.eliminate_dead_code(is_needed_unread)
+            graph.eliminate_dead_code(lambda node: node.is_impure() or acts(node))
             self._without_unwanted[wanted] = torch.fx.GraphModule(backward, graph)
         return self._without_unwanted[wanted]
 
