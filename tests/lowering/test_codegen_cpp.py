@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -205,6 +206,17 @@ def test_long_sums_are_as_accurate_as_eager(folder: Path) -> None:
     assert (storages["y"].double() - exact).abs() <= max(eager_error, exact * 2**-24)
 
 
+@pytest.mark.parametrize("length", [357, 4000, 100_000])
+def test_a_sum_of_all_elements_is_vectorised(length: int, folder: Path) -> None:
+    """One sum after another is slow and, of equal numbers, far from exact."""
+    case = total((length,))
+    source = generate_cpp(*case)
+    x, y = torch.full((length,), 2.3226578), torch.zeros(1)
+    build([source], folder)[source.name](x, y)
+    exact, one_by_one = x.double().sum(), numpy.cumsum(x.numpy())[-1]
+    assert (y.double() - exact).abs() <= abs(float(one_by_one) - exact) / 4
+
+
 _OF_FLOATS = {
     operation: arguments
     for operation, arguments in SCALAR_OPERATIONS.items()
@@ -227,8 +239,7 @@ def _added(operation: str, number: int, rows: int, columns: int) -> Case:
 
 
 def test_sums_of_equal_numbers_are_exact_to_the_last_digits(folder: Path) -> None:
-    """One sum after another is slow and, of equal numbers, far from exact: whatever functions a loop calls, and
-    however the numbers lie."""
+    """Whatever functions a loop calls, and however the numbers lie."""
     sizes = [(4096, 1), (4096, 40)]
     cases = {
         (operation, size): _added(operation, number, *size)

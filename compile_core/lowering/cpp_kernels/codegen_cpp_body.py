@@ -82,7 +82,8 @@ class BodyWriter:
         self.by_column = bool(self.nest.reduced_axes) and vector is not None and vector < self.parallel
         self.columns = tiling.blocks[vector] if self.by_column and vector is not None else 1
         self.dtypes = value_dtypes(self.nest)
-        one_by_one = not all(map(self._has_vector_form, range(len(self.nest.body))))
+        in_scalars = bool(self.nest.reduced_axes) and not self.by_column
+        one_by_one = in_scalars and not all(map(self._has_vector_form, range(len(self.nest.body))))
         self.reductions = {
             n: CppReduction(n, statement, self._accumulated_dtype(statement), self.by_column, one_by_one)
             for n, statement in enumerate(self.nest.body)

@@ -34,7 +34,7 @@ class CppReduction:
         statement: itself.
         computed: dtype of the values that are compared or added.
         by_column: whether accumulators are arrays over the vectorised parallel axis.
-        one_by_one: whether a scalar accumulator may take the values of a block one by one.
+        one_by_one: whether accumulators are scalars that may take the values of a block one by one.
     """
 
     number: int
@@ -54,7 +54,7 @@ class CppReduction:
 
     @property
     def block_type(self) -> str:
-        if self.one_by_one and not self.by_column and self._loses_digits:
+        if self.one_by_one and self._loses_digits:
             return "double"
         # g++ does not vectorise |= and &= on bool
         return "int" if self.statement.operation in ("any", "all") else value_type(self.computed)
