@@ -80,13 +80,14 @@ class Worker:
         return json.loads(received)
 
     def _where(self) -> str:
-        """Where the threads of a process are that hangs, which is stopped then."""
+        """Where the threads of a process are that hangs, which is stopped then, and the processes it waits for."""
         assert self._process is not None
+        children = _descendants(self._process.pid)
         self._process.send_signal(signal.SIGUSR1)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         self.stop()
-        return self._errors.read_text(errors="replace")[-2500:]
+        return f"{self._errors.read_text(errors='replace')[-12000:]}\n{children}"
 
     def _died(self, kind: str, detail: str) -> dict[str, Any]:
         source = self._current.read_text() if self._current.exists() else ""
@@ -117,6 +118,20 @@ class Worker:
                     with suppress(BrokenPipeError):
                         stream.close()
             self._process = None
+
+
+def _descendants(pid: int) -> str:
+    """What the processes that one has started are doing, a line each."""
+    lines = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # some end meanwhile
+            for child in task.read_text().split():
+                place = Path(f"/proc/{child}")
+                command = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                state = (place / "stat").read_text().rpartition(") ")[2].split()
+                ticks = f"state {state[0]}, {state[11]} ticks of its own, {state[13]} of its children"
+                lines += [f"process {child} ({ticks}): {command[:300]}", _descendants(int(child))]
+    return "\n".join(filter(None, lines))
 
 
 class Search:

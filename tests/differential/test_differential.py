@@ -9,7 +9,7 @@ import torch
 import gradsplit
 from tests.differential.compare import check
 from tests.differential.reduce_program import reduce_program
-from tests.differential.search import Search
+from tests.differential.search import Search, Worker
 from tests.differential.write_program import ProgramWriter, with_open_sizes, write_program
 
 _FIRST, _GROUPS, _IN_GROUP = 130, 4, 10
@@ -41,6 +41,37 @@ def test_what_crashes_or_is_luck_in_plain_pytorch_is_no_finding(tmp_path: Path) 
     # The writing crashes; memory behind a tensor's own was read; memory that nobody wrote was read.
     search.run([{"seed": 19025}, {"seed": 6040}, {"seed": 1517}], 1)
     assert not search.findings and sum(search.kinds.values()) == 3
+
+
+def test_rounding_that_decides_is_no_finding() -> None:
+    """A sum whose last bit decides which bin it is counted in."""
+    program = """
+import torch
+OPTIONS, BACKWARD, CHOSEN, CALLS = {}, "grad", "all", 1
+def state():
+    a = torch.randn((2, 4), dtype=torch.float64, generator=torch.Generator().manual_seed(430355))
+    return [a], [a]
+def program(log, a):
+    return torch.histc(a.sum(dtype=torch.float32), 4)
+"""
+    assert check(program).kind in ("same", "sensitive")
+
+
+def test_a_program_that_hangs_is_found_with_what_it_waits_for(tmp_path: Path) -> None:
+    program = """
+import subprocess, torch
+OPTIONS, BACKWARD, CHOSEN, CALLS = {}, "grad", "all", 1
+def state():
+    a = torch.ones(2)
+    return [a], [a]
+def program(log, a):
+    subprocess.run(["sleep", "60"])
+    return a
+"""
+    worker = Worker(tmp_path, 0, 15.0, False)
+    answer = worker.ask({"source": program})
+    assert answer["kind"] == "hang" and "subprocess.py" in answer["detail"]
+    assert "(state S" in answer["detail"] and "sleep 60" in answer["detail"]
 
 
 def test_zeros_without_memory_as_a_gradient() -> None:
