@@ -22,6 +22,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -46,8 +47,10 @@ _LOCK_TIMEOUT_S = 600.0
 _NEARLY_FULL_BYTES = 1 << 24
 _Loaded = TypeVar("_Loaded")
 
-# Looking for what to remove means a look at every entry, so it waits until this share of the limit was added.
+# Looking for what to remove means a look at every entry, so it waits until a process has added this share of the limit,
+# or until so long after any process looked: not each that starts may, while the others wait for what it is building.
 _EVICTION_SHARE = 64
+_LOOKED_ENOUGH_S = 3600.0
 
 
 def content_key(*parts: str) -> str:
@@ -230,11 +233,21 @@ class DiskCache:
 
     def _evict_sometimes(self, added_bytes: int, keep: str) -> None:
         limit = config.disk_cache_bytes if self.limit_bytes is None else self.limit_bytes
-        known = _added_bytes.get(self.folder)
-        _added_bytes[self.folder] = (known or 0) + added_bytes
-        if known is None or _added_bytes[self.folder] > limit // _EVICTION_SHARE:
-            _added_bytes[self.folder] = 0
-            self._evict(limit, keep)
+        _added_bytes[self.folder] += added_bytes
+        if _added_bytes[self.folder] > limit // _EVICTION_SHARE or self._was_long_ago():
+            with suppress(TimeoutError):  # another process is at it
+                with self._locked("looking", fcntl.LOCK_EX, timeout_s=0.0):
+                    _added_bytes[self.folder] = 0
+                    self._evict(limit, keep)
+
+    def _was_long_ago(self) -> bool:
+        """Whether no process has looked for what to remove lately; this one is about to, then."""
+        mark = self.folder / "looked"
+        with suppress(FileNotFoundError):
+            if abs(time.time() - mark.stat().st_mtime) < _LOOKED_ENOUGH_S:
+                return False
+        mark.touch(0o644)
+        return True
 
     def _evict(self, limit: int, keep: str) -> None:
         """Removes entries, the longest unused first, until the rest fits; and what killed processes left."""
@@ -272,7 +285,7 @@ class DiskCache:
 
 
 # Folder -> bytes that this process added to it since it last looked for what to remove.
-_added_bytes: dict[Path, int] = {}
+_added_bytes: defaultdict[Path, int] = defaultdict(int)
 # Folders of which it was said that they keep nothing, or what must not be loaded.
 _logged: set[Path] = set()
 

@@ -155,6 +155,20 @@ def test_an_entry_in_use_is_not_evicted(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
+def test_who_starts_does_not_look_at_every_entry_again(tmp_path: Path) -> None:
+    """As other processes wait for what it is building."""
+    read(DiskCache(tmp_path), KEY, "x")
+    old = tmp_path / "building-old"
+    old.mkdir()
+    os.utime(old, (0, 0))
+    disk_cache._added_bytes.clear()  # as in a process that has just started
+    read(DiskCache(tmp_path), content_key("other"), "x")
+    assert old.exists()
+    os.utime(tmp_path / "looked", (0, 0))
+    read(DiskCache(tmp_path), content_key("third"), "x")
+    assert not old.exists()
+
+
 def test_what_killed_processes_left_is_swept(tmp_path: Path) -> None:
     old, fresh = tmp_path / "building-old", tmp_path / "building-fresh"
     old.mkdir()
