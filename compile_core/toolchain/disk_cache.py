@@ -235,10 +235,10 @@ class DiskCache:
         limit = config.disk_cache_bytes if self.limit_bytes is None else self.limit_bytes
         _added_bytes[self.folder] += added_bytes
         if _added_bytes[self.folder] > limit // _EVICTION_SHARE or self._was_long_ago():
-            with suppress(TimeoutError):  # another process is at it
-                with self._locked("looking", fcntl.LOCK_EX, timeout_s=0.0):
-                    _added_bytes[self.folder] = 0
-                    self._evict(limit, keep)
+            # Where another process is at it, this one goes on.
+            with suppress(TimeoutError), self._locked("looking", fcntl.LOCK_EX, timeout_s=0.0):
+                _added_bytes[self.folder] = 0
+                self._evict(limit, keep)
 
     def _was_long_ago(self) -> bool:
         """Whether no process has looked for what to remove lately; this one is about to, then."""

@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, _CacheKeyState
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+import gradsplit
 from gradsplit.compile_core.torch_facts.fake_modes import QuickFakeMode
 
 aten = torch.ops.aten
@@ -131,3 +132,15 @@ def test_what_was_remembered_is_what_operators_give() -> None:
             views = x.detach().view(2, 12)[:, ::2]
             assert views.stride() == (12, 2) and views._base is not None
     assert FakeTensorMode.cache_info().hits > before
+
+
+def test_a_view_by_strides_shares_memory_the_second_time_too() -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return x.flatten()
+
+    for _ in range(2):  # the second finds what the operators gave the first
+        x = torch.randn(1, 4).expand(0, 4)
+        flat = gradsplit.compile(program, backend="aot_eager")(x)
+        assert flat._is_view() and flat.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+        flat.mul_(torch.full((), 2.0, requires_grad=True))
+        assert x.requires_grad
