@@ -381,3 +381,37 @@ def test_a_view_of_a_leaf_that_is_changed_unseen_has_no_history() -> None:
         x = torch.arange(12.0).view(2, 6)[:, ::2].requires_grad_()
         found.append(call(x).detach())
     assert torch.equal(*found)
+
+
+_INDICES = torch.tensor([[0], [0], [0]])
+_WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "mul_": lambda x: x.mul_(2),
+    "cumsum_": lambda x: x.cumsum_(0),
+    "scatter_reduce_": lambda x: x.scatter_reduce_(1, _INDICES, x[:, :1] * 2, "amin"),
+    "masked_fill_": lambda x: x.masked_fill_(x > 0, 0.5),
+    "tril_ of a view": lambda x: x.T.tril_(),
+    "cumsum_ of a part": lambda x: x[:2].cumsum_(1),
+    "transpose_": lambda x: x.transpose_(0, 1),
+}
+
+
+@pytest.mark.parametrize("lies", ["transposed", "with gaps"])
+@pytest.mark.parametrize("write", _WRITES)
+def test_what_is_written_into_stays_where_it_lies(write: str, lies: str) -> None:
+    """``reshape`` is a view or a copy by that, and ``as_strided`` reads by it."""
+
+    def program(x: Tensor) -> list[Tensor]:
+        made = x * 2
+        tensors = [made] if write == "transpose_" else [made, x]
+        for tensor in tensors:
+            _WRITES[write](tensor)
+            tensor.reshape(-1)[0] = 7.0
+        return [made * 1, made.as_strided((3,), (1,)), x]
+
+    def given() -> Tensor:
+        wide = torch.arange(-9.0, 9.0).view(3, 6)
+        return wide[:, ::2] if lies == "with gaps" else wide[:, :3].contiguous().T
+
+    expected, found = program(given()), gradsplit.compile(program)(given())
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other) and one.stride() == other.stride()

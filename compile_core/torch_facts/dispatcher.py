@@ -39,6 +39,9 @@ sync = private("torch:_sync", _PURPOSE)
 enable_functionalization = private("torch:_enable_functionalization", _PURPOSE)
 disable_functionalization = private("torch:_disable_functionalization", _PURPOSE)
 has_data_mutation = private("torch:_functionalize_has_data_mutation", _PURPOSE)
+count_writes = private("torch:_functionalize_mutation_counter", _PURPOSE)
+replace_value = private("torch:_functionalize_replace", _PURPOSE)
+commit_update = private("torch:_functionalize_commit_update", _PURPOSE)
 
 
 # Products of matrices, which libraries compute on every device.

@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from gradsplit.compile_core.autograd.operators.graph_nodes import ancestors, marked_as_own_backward
+from gradsplit.compile_core.autograd.tracing.kept_layouts import kept_layouts
 from gradsplit.compile_core.torch_facts.autograd_engine import (
     current_autograd_node,
     number_of_node,
@@ -64,12 +65,14 @@ class CapturedNodes:
             if node.target is torch.autograd.grad:
                 with marked_as_own_backward(len(self._nodes)):
                     values[node] = torch.autograd.grad(*args, **kwargs)
-            elif node.op == "call_function":
-                values[node] = node.target(*args, **kwargs)
-            elif node.op == "call_method":
-                values[node] = getattr(args[0], node.target)(*args[1:], **kwargs)
-            else:
-                values[node] = module.get_submodule(node.target)(*args, **kwargs)
+                continue
+            with kept_layouts((args, kwargs)):
+                if node.op == "call_function":
+                    values[node] = node.target(*args, **kwargs)
+                elif node.op == "call_method":
+                    values[node] = getattr(args[0], node.target)(*args[1:], **kwargs)
+                else:
+                    values[node] = module.get_submodule(node.target)(*args, **kwargs)
         raise AssertionError("a graph ends with its output")
 
     def mark(self, node: Node) -> None:

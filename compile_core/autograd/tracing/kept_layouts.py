@@ -1,0 +1,57 @@
+"""What a program writes into stays where it lies in memory.
+
+Functionalization replaces a write in place by the operator that makes a new value, and takes over how that one lies in
+memory, which for a transposed tensor may be otherwise (``cumsum_``, ``scatter_add_``) and for one with gaps mostly is.
+What comes after it asks for that: ``reshape`` is a view or a copy by it, ``as_strided`` reads other elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from gradsplit.compile_core.torch_facts.dispatcher import (
+    commit_update,
+    count_writes,
+    disable_functionalization,
+    enable_functionalization,
+    from_functional,
+    is_functional,
+    replace_value,
+    sync,
+)
+
+aten = torch.ops.aten
+
+
+@contextmanager
+def kept_layouts(arguments: Iterable[Any]) -> Iterator[None]:
+    """For a call of these, tensors among them: those that it writes into have the strides that they had before."""
+    before = [
+        (tensor, count_writes(tensor), tensor.shape, tensor.stride())
+        for tensor in pytree.tree_leaves(arguments)
+        if isinstance(tensor, torch.Tensor) and is_functional(tensor)
+    ]
+    yield
+    for tensor, writes, shape, strides in before:
+        if count_writes(tensor) != writes and tensor.shape == shape and tensor.stride() != strides:
+            _lay_out(tensor, strides)
+
+
+def _lay_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> None:
+    sync(tensor)
+    disable_functionalization()
+    try:
+        with torch.no_grad():
+            value = from_functional(tensor)
+            place = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
+            value = aten.copy.default(place, value)
+    finally:
+        enable_functionalization(reapply_views=True)
+    replace_value(tensor, value)
+    commit_update(tensor)
+    sync(tensor)
