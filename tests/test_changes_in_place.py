@@ -410,7 +410,7 @@ def test_what_is_written_into_stays_where_it_lies(write: str, lies: str) -> None
 
     def given() -> Tensor:
         wide = torch.arange(-9.0, 9.0).view(3, 6)
-        return wide[:, ::2] if lies == "with gaps" else wide[:, :3].contiguous().T
+        return wide[:, :3] if lies == "with gaps" else wide[:, :3].contiguous().T
 
     expected, found = program(given()), gradsplit.compile(program)(given())
     for one, other in zip(expected, found, strict=True):

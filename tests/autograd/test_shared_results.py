@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import gradsplit
 from gradsplit.compile_core.errors import Unsupported
 from tests.autograd.compare_with_eager import captured, check, compile_program
 from tests.autograd.scenarios import check_scenario, for_each, outcome
@@ -256,3 +257,30 @@ def test_views_of_what_nobody_holds_are_not_of_one_another(backend):
         return first.requires_grad, second.requires_grad
 
     check_scenario(scenario, backend)
+
+
+def test_a_view_that_comes_first_is_one_of_the_result_behind_it() -> None:
+    def program(x):
+        made = x * 2
+        made.retain_grad()
+        return made[:, -1:], made
+
+    for call in (program, gradsplit.compile(program)):
+        column, made = call(torch.ones(3, 1, requires_grad=True))
+        column.sum().backward()
+        assert torch.equal(made.grad, torch.ones(3, 1))
+
+
+def test_the_result_with_a_gradient_retains_it_through_a_change() -> None:
+    """Torch fails an assertion where it is another one than the first of a node."""
+
+    def program(x):
+        made = x * 2
+        made.retain_grad()
+        return x.detach().sum(), made
+
+    for call in (program, gradsplit.compile(program)):
+        made = call(torch.ones(3, requires_grad=True))[1]
+        made.div_(4)
+        made.sum().backward()
+        assert torch.equal(made.grad, torch.ones(3))

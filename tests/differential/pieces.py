@@ -424,7 +424,7 @@ def add_hook(writer: ProgramWriter) -> bool:
         return False
     text = writer.random.choice(
         [
-            "{x}.register_hook(lambda g: log.append(('hook', g)))",
+            "{x}.register_hook(lambda g: log.append(('hook', g.clone())))",
             "{x}.register_hook(lambda g: g * 2)",
             "{x}.register_hook(lambda g: None)",
             "{x}.retain_grad()",

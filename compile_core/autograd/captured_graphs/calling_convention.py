@@ -203,8 +203,11 @@ def _find_results(
     results: dict[int, int | ResultAlias] = {}
     picks: list[ResultOrBase] = []
     detachments: dict[int, Detachment] = {}
-    for storage, members in groups.items():
-        position = positions.get(storage)
+    # Torch fails an assertion where another result of a node than its first retains its gradient and is changed.
+    for members in sorted(
+        groups.values(), key=lambda group: not any(outputs[k].requires_grad for k in group)
+    ):
+        position = positions.get(outputs[members[0]].untyped_storage()._cdata)
         if position is not None:
             for k in members:
                 results[k] = _alias("input", position, outputs[k], inputs[position], detachments)
@@ -231,10 +234,13 @@ def _choose_owner(outputs: Sequence[torch.Tensor], members: Sequence[int]) -> Re
         raise Unsupported(
             "results-share-storage", "two results of the program share memory that neither fills"
         )
-    # A result that was cut off from autograd can be made from the one that was not, but not the other way round. Of
-    # two views of what nobody holds, the program may have one require gradients, which the other must not see.
-    first = min(filling, key=lambda pick: pick.of(outputs)._is_view())
-    return next((pick for pick in filling if pick.of(outputs).requires_grad), first)
+    # A result that was cut off from autograd can be made from the one that was not, but not the other way round; and a
+    # view from what it is a view of, through which its gradient goes. Of two views of what nobody holds, the program
+    # may have one require gradients, which the other must not see.
+    with_gradients = [pick for pick in filling if pick.of(outputs).requires_grad]
+    if with_gradients:
+        return min(with_gradients, key=lambda pick: (pick.is_base, pick.of(outputs)._is_view()))
+    return min(filling, key=lambda pick: pick.of(outputs)._is_view())
 
 
 def _fills_memory(tensor: torch.Tensor) -> bool:
