@@ -284,3 +284,20 @@ def test_the_result_with_a_gradient_retains_it_through_a_change() -> None:
         made.div_(4)
         made.sum().backward()
         assert torch.equal(made.grad, torch.ones(3))
+
+
+def test_a_view_that_a_function_of_the_user_gives_without_gradients_has_no_history() -> None:
+    class Through(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.view_as(x)
+
+    def program(x):
+        made = x * 2
+        with torch.no_grad():
+            print(end="")  # no rule, so a graph begins where gradients are off
+            return Through.apply(made)
+
+    for call in (program, gradsplit.compile(program)):
+        view = call(torch.ones(2, requires_grad=True))
+        assert view.requires_grad and view.is_leaf

@@ -271,7 +271,9 @@ def _alias(
     detached = None
     if not output.requires_grad and (source.requires_grad or _root(output) is not _root(source)):
         detached = detachments.setdefault(id(_root(output)), Detachment(len(detachments), True))
-    with_gradients = is_made_with_gradients(output) if output._is_view() else output.grad_fn is not None
+    # Of a view that an ``autograd.Function`` gives without gradients, autograd notes the function instead of that.
+    is_bare_view = output._is_view() and not output.requires_grad
+    with_gradients = is_made_with_gradients(output) if is_bare_view else output.grad_fn is not None
     is_detached_itself = detached is not None and output._base is None and _layout(output) == _layout(source)
     if output is source or is_detached_itself:
         return ResultAlias(kind == "input", position, None, detached, with_gradients)
