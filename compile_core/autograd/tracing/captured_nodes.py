@@ -66,7 +66,7 @@ class CapturedNodes:
                 with marked_as_own_backward(len(self._nodes)):
                     values[node] = torch.autograd.grad(*args, **kwargs)
                 continue
-            with kept_layouts((args, kwargs)):
+            with kept_layouts(map(values.get, node.all_input_nodes)):
                 if node.op == "call_function":
                     values[node] = node.target(*args, **kwargs)
                 elif node.op == "call_method":

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from gradsplit.compile_core.torch_facts.dispatcher import (
     commit_update,
@@ -29,11 +28,11 @@ aten = torch.ops.aten
 
 
 @contextmanager
-def kept_layouts(arguments: Iterable[Any]) -> Iterator[None]:
-    """For a call of these, tensors among them: those that it writes into have the strides that they had before."""
+def kept_layouts(given: Iterable[Any]) -> Iterator[None]:
+    """For a call that is given these: the tensors among them that it writes into keep their strides."""
     before = [
         (tensor, count_writes(tensor), tensor.shape, tensor.stride())
-        for tensor in pytree.tree_leaves(arguments)
+        for tensor in given
         if isinstance(tensor, torch.Tensor) and is_functional(tensor)
     ]
     yield
