@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,6 +43,16 @@ has_data_mutation = private("torch:_functionalize_has_data_mutation", _PURPOSE)
 count_writes = private("torch:_functionalize_mutation_counter", _PURPOSE)
 replace_value = private("torch:_functionalize_replace", _PURPOSE)
 commit_update = private("torch:_functionalize_commit_update", _PURPOSE)
+
+
+@contextmanager
+def without_functionalization() -> Iterator[None]:
+    """For what is done below it while it is on."""
+    disable_functionalization()
+    try:
+        yield
+    finally:
+        enable_functionalization(reapply_views=True)
 
 
 # Products of matrices, which libraries compute on every device.

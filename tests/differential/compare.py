@@ -494,7 +494,7 @@ def _check_size(
     with counting:
         run()
     relative = max([_RELATIVE.get(dtype, 0.1) for dtype in counting.dtypes], default=1e-9)
-    shake = max(map(_shake, counting.dtypes), default=1e-12)
+    shake = max(map(_shake, counting.dtypes), default=_shake(torch.float64))
     if counting.operators & _COARSE:
         relative = max(relative, 1e-7)
     eager = run()

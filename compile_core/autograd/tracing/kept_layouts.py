@@ -16,15 +16,12 @@ import torch
 from gradsplit.compile_core.torch_facts.dispatcher import (
     commit_update,
     count_writes,
-    disable_functionalization,
-    enable_functionalization,
     from_functional,
     is_functional,
     replace_value,
     sync,
+    without_functionalization,
 )
-
-aten = torch.ops.aten
 
 
 @contextmanager
@@ -43,14 +40,10 @@ def kept_layouts(given: Iterable[Any]) -> Iterator[None]:
 
 def _lay_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> None:
     sync(tensor)
-    disable_functionalization()
-    try:
-        with torch.no_grad():
-            value = from_functional(tensor)
-            place = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
-            value = aten.copy.default(place, value)
-    finally:
-        enable_functionalization(reapply_views=True)
+    with without_functionalization(), torch.no_grad():
+        value = from_functional(tensor)
+        place = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
+        value = torch.ops.aten.copy.default(place, value)
     replace_value(tensor, value)
     commit_update(tensor)
     sync(tensor)

@@ -43,6 +43,7 @@ from gradsplit.compile_core.torch_facts.dispatcher import (
     mirror_autograd_meta,
     sync,
     to_functional,
+    without_functionalization,
 )
 from gradsplit.compile_core.torch_facts.fake_tensors import corrected, device_of, run_operator
 from gradsplit.compile_core.torch_facts.lazy_modules import lazy_module
@@ -132,12 +133,8 @@ def _unwrapped(result: Any) -> Any:
 @contextmanager
 def outside_of_recording() -> Iterator[None]:
     """For what a recorded function does that is no part of the record, such as recording another function."""
-    disable_functionalization()
-    try:
-        with disable_current_modes():
-            yield
-    finally:
-        enable_functionalization(reapply_views=True)
+    with without_functionalization(), disable_current_modes():
+        yield
 
 
 class OperatorRecorder(TorchDispatchMode):
