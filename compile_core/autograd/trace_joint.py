@@ -33,7 +33,11 @@ from gradsplit.compile_core.autograd.captured_graphs.preserved_modes import pres
 from gradsplit.compile_core.autograd.captured_graphs.replace_calls import replace_calls
 from gradsplit.compile_core.autograd.control_flow import ControlFlow
 from gradsplit.compile_core.autograd.flex_attention import FlexAttention
-from gradsplit.compile_core.autograd.operators.gradient_sources import Sources, gradient_sources
+from gradsplit.compile_core.autograd.operators.gradient_sources import (
+    Sources,
+    gradient_sources,
+    tangent_groups,
+)
 from gradsplit.compile_core.autograd.operators.graph_nodes import marked_as_backward
 from gradsplit.compile_core.autograd.rewrites.result_layouts import keep_layouts
 from gradsplit.compile_core.autograd.rewrites.separate_results import separate_results
@@ -223,6 +227,7 @@ def _trace(
 
     placeholders = [node.name for node in traced.graph.nodes if node.op == "placeholder"]
     num_outputs = num_results + len(mutated) + len(sizes.numbers)
+    groups = tangent_groups(traced.graph, placeholders[len(examples) :])
     graph = separate_results(simplify(traced), num_outputs, set(placeholders[len(examples) :]))
     graph = keep_layouts(graph, convention.specs)
     output_of = {position: num_results + k for k, position in enumerate(mutated)}
@@ -244,6 +249,7 @@ def _trace(
         gradient_tangents=_find_dependencies(
             graph, placeholders[len(examples) :], num_outputs, left_undefined
         ),
+        tangent_groups=groups if trainable else (),
         open_sizes=len(sizes.numbers),
         left_undefined=tuple(left_undefined),
         spent=tuple(sorted(convention.spent)),

@@ -103,6 +103,9 @@ class GraphSignature:
             them, of those to which it is enough that autograd's engine comes, with nothing. Where none of these
             arrives, the gradient is ``None`` as in eager, not zeros. Of what is left undefined, the tangents that lead
             to the input.
+        tangent_groups: for each tangent, those that some operation of the plain program's backward, which reads what
+            the forward saved, takes with it, by way of others, too: a bit set. A backward through one group frees what
+            it reads, and not what others do.
         open_sizes: how many of the graph's last outputs are numbers, for whoever meets an ``OpenSize``.
         left_undefined: positions among the gradients of those that are ``None`` since a function of the program's says
             so, and not since nothing leads to the input: autograd's engine comes to the input with nothing.
@@ -117,6 +120,7 @@ class GraphSignature:
     tangents: tuple[int, ...]
     tangent_specs: tuple[TensorSpec, ...]
     gradient_tangents: tuple[int, ...]
+    tangent_groups: tuple[int, ...]
     open_sizes: int = 0
     left_undefined: tuple[int, ...] = ()
     presence: tuple[int, ...] = ()

@@ -117,6 +117,9 @@ def _verify_signature(signature: GraphSignature, primals: int, outputs: int) -> 
         _broken("signature", f"an open size is one of the {signature.open_sizes} that the graph returns")
     if len(signature.gradient_tangents) != len(signature.gradient_inputs):
         _broken("signature", "each gradient says which tangents it depends on")
+    groups = signature.tangent_groups
+    if len(groups) != len(signature.tangents) or any(not group >> k & 1 for k, group in enumerate(groups)):
+        _broken("signature", "each tangent is in a group")
     if any(not 0 <= k < len(signature.gradient_inputs) for k in signature.left_undefined):
         _broken("signature", "what is left undefined is among the gradients")
 

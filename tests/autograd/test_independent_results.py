@@ -70,6 +70,36 @@ def test_a_tensor_changed_by_several_calls_leads_through_all_of_them():
     torch.testing.assert_close(found[1], found[0])
 
 
+def test_gradients_that_a_rewrite_adds_up_in_one_operation():
+    """What rows were chosen by is read by the gradient of the choice alone, also where that is added to the other."""
+
+    def rows(d, at, where):
+        chosen = d.index_select(0, at)
+        d[where] = -1
+        return chosen
+
+    found = []
+    for call in (rows, compile(rows)):
+        x, y = inputs()
+        d = x + 0
+        for _ in range(2):
+            call(d, torch.tensor([1, 0, 1]), y.detach() > 0).square().sum().backward()
+        found.append(x.grad)
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_mask_that_both_results_are_dropped_by_is_used_up():
+    def dropped(x, y):
+        kept = torch.nn.functional.dropout(x + y)
+        return kept[0], kept[1]
+
+    for call in (dropped, compile(dropped)):
+        first, second = call(*inputs())
+        first.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            second.backward()
+
+
 def test_sizes_that_depend_on_data():
     """A second backward comes to the first call for its change alone, with zeros for as many chosen as there were."""
 

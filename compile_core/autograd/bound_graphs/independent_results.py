@@ -6,8 +6,6 @@ it. In plain PyTorch it frees what the operations have saved that it came throug
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,10 +14,9 @@ from torch.fx import Graph
 
 from gradsplit.compile_core.autograd.operators.gradient_sources import (
     Sources,
-    gradient_sources,
     inputs_that_matter,
 )
-from gradsplit.compile_core.ir.bit_sets import bit_set, is_within, members
+from gradsplit.compile_core.ir.bit_sets import bit_set, is_within
 from gradsplit.compile_core.ir.graphs import PartitionedGraph
 from gradsplit.compile_core.ir.numbers import is_number, is_sized_by_data
 from gradsplit.compile_core.ir.regions import graph_inputs
@@ -56,26 +53,9 @@ class IndependentResults:
         count = len(graph.signature.tangents)
         inputs = [node.name for node in graph_inputs(backward)]
         tangents = inputs[len(graph.saved) :][:count]
-        group_of = [1 << k for k in range(count)]
-        sources = gradient_sources(backward.graph, tangents)
-        # What is saved, and what is computed from that alone.
-        saved = {node for node in graph_inputs(backward)[: len(graph.saved)] if not is_number(node)}
-        for node in backward.graph.nodes:
-            of = sources[node]
-            reads_saved = not saved.isdisjoint(node.all_input_nodes)
-            if reads_saved and not of:
-                saved.add(node)
-            if (
-                reads_saved
-                and of
-                and node.op != "output"
-                and not is_within(of, group_of[of.bit_length() - 1])
-            ):
-                merged = functools.reduce(operator.or_, (group_of[k] for k in members(of)))
-                for k in members(merged):
-                    group_of[k] = merged
         every = bit_set(range(count))
-        if group_of[0] == every:
+        groups = graph.signature.tangent_groups
+        if groups[0] == every:
             return None
         tensors = [node for node in graph_inputs(backward)[: len(graph.saved)] if not is_number(node)]
         specs = (TensorSpec.of(node.meta["val"]) for node in tensors)
@@ -88,7 +68,7 @@ class IndependentResults:
             graph.signature.gradient_tangents,
             any(is_sized_by_data(node.meta.get("val")) for node in backward.graph.nodes),
         )
-        found.groups.update((group, found.read_without(every & ~group)) for group in set(group_of))
+        found.groups.update((group, found.read_without(every & ~group)) for group in set(groups))
         return found
 
     def read_without(self, absent: Sources) -> frozenset[int]:

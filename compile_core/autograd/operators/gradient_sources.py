@@ -15,7 +15,9 @@ from torch.fx import Graph, Node
 
 from gradsplit.compile_core.autograd.operators.graph_nodes import ancestors
 from gradsplit.compile_core.autograd.operators.joint_arrival import JOINT_ARRIVAL
-from gradsplit.compile_core.ir.bit_sets import is_within
+from gradsplit.compile_core.ir.bit_sets import is_within, members
+from gradsplit.compile_core.ir.numbers import is_number
+from gradsplit.compile_core.torch_facts.dispatcher import is_random
 
 Sources = int
 
@@ -64,6 +66,29 @@ def results_of(sources: Sources, count: int) -> Sources:
 def missing_sources(absent: Sources, idle: Sources, count: int) -> Sources:
     """What does not come: the gradients of these results, and the engine itself to those, both below ``count``."""
     return absent | idle << count
+
+
+def tangent_groups(graph: Graph, tangents: Sequence[str]) -> tuple[Sources, ...]:
+    """For each tangent, those with which it shares operations that read what is saved, directly or by way of others.
+
+    Args:
+        graph: a joint graph as it was traced; a rewrite makes one operation of several that had nothing in common.
+    """
+    sources = gradient_sources(graph, tangents)
+    group_of = [1 << k for k in range(len(tangents))]
+    saved: set[Node] = set()
+    for node in graph.nodes:
+        of = results_of(sources[node], len(tangents))
+        reads_saved = not saved.isdisjoint(node.all_input_nodes)
+        if not of:
+            # Constants and sizes are not saved.
+            if (reads_saved or node.op == "placeholder" or is_random(node)) and not is_number(node):
+                saved.add(node)
+        elif reads_saved and node.op != "output" and not is_within(of, group_of[of.bit_length() - 1]):
+            merged = functools.reduce(operator.or_, (group_of[k] for k in members(of)))
+            for k in members(merged):
+                group_of[k] = merged
+    return tuple(group_of)
 
 
 def reading_tangents(graph: Graph, tangents: Sequence[str]) -> list[Sources]:
