@@ -219,6 +219,23 @@ def test_a_failed_compilation_shows_the_compiler_and_keeps_the_source(
     assert "nonsense" in kept.read_text()
 
 
+def test_a_compilation_that_never_ends_is_done_again_with_a_plainer_optimizer(
+    tmp_path: Path, nothing_loaded: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with a minimum of three numbers whose position is compared with zero, and g++ 13.3."""
+    source = generate_cpp(*residual_add((2, 3)))
+    endless = tmp_path / "endless"
+    ends = '*-O3*-O1* | *-shared*) shift; exec "$@";;'
+    endless.write_text(f'#!/bin/sh\ncase "$*" in {ends} esac\nwhile :; do :; done\n')
+    endless.chmod(0o755)
+    monkeypatch.setattr(cpp_compiler, "_MOST_PROCESSOR_SECONDS", 1)
+    found = cpp_compiler.compiler()
+    monkeypatch.setattr(cpp_compiler, "compiler", lambda: (str(endless), "--", *found))
+    assert source.name in build([source], tmp_path / "cache")
+    (warning,) = caplog.records
+    assert "compiled with -O1, since" in warning.message and "The source is kept in" in warning.message
+
+
 def test_no_compiler_is_explained(
     tmp_path: Path, nothing_loaded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ is linked against that very file, so that there is one pool of threads and ``tor
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import shlex
 import shutil
@@ -39,10 +40,13 @@ from gradsplit.compile_core.toolchain.cpp_compiler import builtin_function, comp
 from gradsplit.compile_core.toolchain.disk_cache import DiskCache, content_key
 from gradsplit.compile_core.torch_facts.layouts import word_at
 
+logger = logging.getLogger(__name__)
+
 # What a unit costs beside its kernels is about what two small kernels cost.
 _FEWEST_IN_UNIT = 2
 _SOURCE = "kernels.cpp"
 _OBJECT = "kernels.so"
+_PLAINER = "-O1"
 
 _METHOD_DEFINITION_BYTES = 32  # the offset at which the address of the function of C lies
 
@@ -178,7 +182,13 @@ def _compile(source: str, folder: Path, cache_folder: Path, key: str) -> None:
     # Two steps: given -fopenmp, the linker would take the compiler's runtime beside the one of torch.
     runtime = openmp_runtime() or "-fopenmp"
     kept = cache_folder / "failed" / f"{key}.cpp"
-    run_compiler([*kernel_flags(), "-c", _SOURCE, "-o", "kernels.o"], folder, kept, source)
+    compile_source = ["-c", _SOURCE, "-o", "kernels.o"]
+    try:
+        run_compiler([*kernel_flags(), *compile_source], folder, kept, source)
+    except CompileError as error:
+        # An optimizer may have errors that a plainer one has not, and may never end.
+        run_compiler([*kernel_flags(), _PLAINER, *compile_source], folder, kept, source)
+        logger.warning("Some kernels may be slower: they were compiled with %s, since %s", _PLAINER, error)
     run_compiler(["-shared", "kernels.o", runtime, "-o", _OBJECT], folder, kept, source)
     (folder / "kernels.o").unlink(missing_ok=True)
 
