@@ -1,11 +1,11 @@
 """Steps of many models that nobody tuned for: ours beside TorchInductor's, with what each costs to compile.
 
     python -m tests.bench.sweep_steps [--models bert,...] [--modes default,reduce-overhead] [--inference] [--batch 32]
-        [--length 128] [--workers 12] [--limit-s 560] [--rows 5] [--out docs/sweep.md]
+        [--workers 12] [--limit-s 560] [--rows 5] [--out docs/sweep.md]
 
 A step is forward and backward under bf16 autocast with the model's own dropout, float32 products at "high", gradients
 dropped before it; with ``--inference`` a forward of a bf16 model under ``no_grad``. With ``--batch`` the model's inputs
-are cut or repeated to that many, with ``--length`` texts to so many tokens at most. On a CPU everything is float32.
+are cut or repeated to that many. On a CPU everything is float32.
 Each model has a process of its own, in which its sides take turns (``rows.py``). Several processes compile at a time,
 two cores each; while one is timed all others are stopped, so that nothing else uses the host or the GPU.
 
@@ -62,15 +62,14 @@ _LIMIT_OF_A_MODEL_S = 400
 
 @dataclass(frozen=True)
 class Setting:
-    """How models run: the compilers' modes, whether they are trained, on which device, with how many inputs at once and
-    how many tokens in each; 0 for the model's own numbers."""
+    """How models run: the compilers' modes, whether they are trained, on which device, with how many inputs at once;
+    0 for the model's own number."""
 
     modes: tuple[str, ...]
     is_trained: bool
     device: str
     rows: int
     batch: int
-    length: int
 
 
 @dataclass
@@ -111,7 +110,6 @@ def main() -> None:
     parser.add_argument("--modes", default="default")
     parser.add_argument("--inference", action="store_true")
     parser.add_argument("--batch", type=int, default=0)
-    parser.add_argument("--length", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=max(1, len(os.sched_getaffinity(0)) - 2))
     parser.add_argument("--limit-s", type=float, default=math.inf)
@@ -119,14 +117,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a Markdown file for the table")
     arguments = parser.parse_args()
     modes = tuple(arguments.modes.split(","))
-    setting = Setting(
-        modes,
-        not arguments.inference,
-        arguments.device,
-        arguments.rows,
-        arguments.batch,
-        arguments.length,
-    )
+    setting = Setting(modes, not arguments.inference, arguments.device, arguments.rows, arguments.batch)
     names = arguments.models.split(",")
     found = []
     for measured in measure_all(names, setting, arguments.workers, time.monotonic() + arguments.limit_s):
@@ -259,11 +250,6 @@ def set_up(
     inputs = {key: value.to(setting.device) for key, value in inputs.items()}
     if setting.batch:
         inputs = {key: value[torch.arange(setting.batch) % len(value)] for key, value in inputs.items()}
-    if setting.length:
-        inputs = {
-            key: value[:, : setting.length] if value.dtype is torch.int64 and value.dim() == 2 else value
-            for key, value in inputs.items()
-        }
     if not setting.is_trained and setting.device == "cuda":
         model = model.to(torch.bfloat16)
         inputs = {key: _in_half(value) for key, value in inputs.items()}

@@ -6,7 +6,7 @@ import time
 
 from tests.bench.sweep_steps import Figures, Measured, Setting, markdown, measure_all
 
-SETTING = Setting(("default",), is_trained=True, device="cpu", rows=1, batch=0, length=0)
+SETTING = Setting(("default",), is_trained=True, device="cpu", rows=1, batch=0)
 
 
 def measured(name: str, ours_ms: float, theirs_ms: float) -> Measured:
