@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from tests.bench.training_models import Classified, Loss, graph_network
 
@@ -32,6 +33,23 @@ class Summed(nn.Module):
 
     def forward(self, **inputs: Tensor) -> Tensor:
         return getattr(self.model(**inputs), self.result).float().square().mean()
+
+
+class SquaredResults(nn.Module):
+    """A model without a loss of its own: the sum of the mean squares of all its results that gradients lead to."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Any) -> Tensor:
+        results = tree_leaves(self.model(**inputs))
+        squares = [each.float().square().mean() for each in results if _is_trained(each)]
+        return torch.stack(squares).sum()
+
+
+def _is_trained(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad
 
 
 class Recurrent(nn.Module):

@@ -1,11 +1,12 @@
 """Steps of many models that nobody tuned for: ours beside TorchInductor's, with what each costs to compile.
 
-    python -m tests.bench.sweep_steps [--models bert,...] [--modes default,reduce-overhead] [--inference] [--batch 32]
-        [--workers 12] [--limit-s 560] [--rows 5] [--out docs/sweep.md]
+    python -m tests.bench.sweep_steps [--models bert,... | --small 60] [--modes default,reduce-overhead] [--inference]
+        [--batch 32] [--workers 12] [--limit-s 560] [--rows 5] [--out docs/sweep.md]
 
 A step is forward and backward under bf16 autocast with the model's own dropout, float32 products at "high", gradients
 dropped before it; with ``--inference`` a forward of a bf16 model under ``no_grad``. With ``--batch`` the model's inputs
-are cut or repeated to that many. On a CPU everything is float32.
+are cut or repeated to that many. With ``--small`` the models are so many of ``tests/sweeps``, as small as there. On a
+CPU everything is float32.
 Each model has a process of its own, in which its sides take turns (``rows.py``). Several processes compile at a time,
 two cores each; while one is timed all others are stopped, so that nothing else uses the host or the GPU.
 
@@ -44,11 +45,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 import gradsplit
 from tests.bench.compile_time import processor_seconds
 from tests.bench.rows import Row, rows_in_turn, run_row, synchronise
-from tests.bench.sweep_models import MODELS
+from tests.bench.sweep_models import MODELS, SquaredResults
+from tests.sweeps.cases import LIBRARIES, case_named, cases_of, in_order
 
 _CORES_OF_A_MODEL = 2
 # Steps of a side before its memory is looked at: libraries choose, graphs are recorded.
@@ -107,6 +110,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--small", type=int, default=0)
     parser.add_argument("--modes", default="default")
     parser.add_argument("--inference", action="store_true")
     parser.add_argument("--batch", type=int, default=0)
@@ -118,7 +122,7 @@ def main() -> None:
     arguments = parser.parse_args()
     modes = tuple(arguments.modes.split(","))
     setting = Setting(modes, not arguments.inference, arguments.device, arguments.rows, arguments.batch)
-    names = arguments.models.split(",")
+    names = small_models(arguments.small) if arguments.small else arguments.models.split(",")
     found = []
     for measured in measure_all(names, setting, arguments.workers, time.monotonic() + arguments.limit_s):
         found.append(measured)
@@ -130,6 +134,19 @@ def main() -> None:
         if arguments.out is not None:
             with arguments.out.open("a") as file:
                 file.write(report + "\n")
+
+
+def small_models(count: int) -> list[str]:
+    """Of the models of ``tests/sweeps`` so many, evenly spread over its order by families."""
+    cases = in_order([[*cases_of(library).values()] for library in LIBRARIES])
+    return [case.name for case in cases[:: max(1, len(cases) // count)][:count]]
+
+
+def _made(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    if "/" not in name:
+        return MODELS[name]()
+    model, inputs = case_named(name).make()
+    return SquaredResults(model), inputs
 
 
 def measure_all(names: Sequence[str], setting: Setting, workers: int, end: float) -> Iterator[Measured]:
@@ -245,9 +262,9 @@ def set_up(
     inductor_config.force_disable_caches, inductor_config.compile_threads = True, 1
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(0)
-    model, inputs = MODELS[name]()
+    model, inputs = _made(name)
     model.train(setting.is_trained)
-    inputs = {key: value.to(setting.device) for key, value in inputs.items()}
+    inputs = tree_map_only(Tensor, lambda value: value.to(setting.device), inputs)
     if setting.batch:
         inputs = {key: value[torch.arange(setting.batch) % len(value)] for key, value in inputs.items()}
     if not setting.is_trained and setting.device == "cuda":
