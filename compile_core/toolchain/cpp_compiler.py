@@ -22,8 +22,9 @@ from gradsplit.compile_core.options import chosen_cpp_compiler
 from gradsplit.compile_core.toolchain.private_folders import MODE
 
 _ERROR_LINES = 12
-# The slowest of our sources takes some seconds. g++ 13.3 never ends with some that others compile in a tenth of one.
-_MOST_PROCESSOR_SECONDS = 30
+# For each so many characters of a source that are begun. Ours take two to four seconds; g++ 13.3 never ends with some
+# that other compilers are done with in a tenth of one.
+_MOST_PROCESSOR_SECONDS, _CHARACTERS = 30, 100_000
 _LIMITED = 'ulimit -S -t "$0" 2>/dev/null; exec "$@"'  # which no limit of the user's own that is lower stops
 
 
@@ -59,7 +60,8 @@ def run_compiler(arguments: Sequence[str], folder: Path, kept_source: Path, sour
             ``kept_source`` for whoever looks into it.
     """
     step = [*compiler(), *arguments]
-    limited = ["/bin/sh", "-c", _LIMITED, str(_MOST_PROCESSOR_SECONDS), *step]
+    most_s = _MOST_PROCESSOR_SECONDS * (1 + len(source) // _CHARACTERS)
+    limited = ["/bin/sh", "-c", _LIMITED, str(most_s), *step]
     result = subprocess.run(limited, cwd=folder, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         with suppress(OSError):
