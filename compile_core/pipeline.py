@@ -70,7 +70,7 @@ from gradsplit.compile_core.run_record import record
 from gradsplit.compile_core.runtime.cuda_graphs import with_cuda_graphs
 from gradsplit.compile_core.runtime.executable import Executable, link
 from gradsplit.compile_core.runtime.graphed_program import MOST_AT_ONCE
-from gradsplit.compile_core.torch_facts.fake_tensors import fakes_like
+from gradsplit.compile_core.torch_facts.fakes_like import fakes_like
 from gradsplit.compile_core.torch_facts.symbolic_numbers import value_at_compilation
 from gradsplit.compile_core.torch_facts.torch_switches import without_autocast
 

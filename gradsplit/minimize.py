@@ -36,7 +36,7 @@ from gradsplit.compile_core.minimizer.write_repro import Settings
 from gradsplit.compile_core.options import parse_options
 from gradsplit.compile_core.passes import CAPTURED_PASSES, JOINT_PASSES, LOOP_PASSES
 from gradsplit.compile_core.pipeline import device_type_of
-from gradsplit.compile_core.torch_facts.fake_tensors import fakes_like
+from gradsplit.compile_core.torch_facts.fakes_like import fakes_like
 
 __all__ = ["Settings", "draw", "main", "minimize_file", "reproduce", "stored"]
 

@@ -21,7 +21,7 @@ from gradsplit.compile_core.many_sizes.graph_of_many_sizes import GraphOfManySiz
 from gradsplit.compile_core.options import CompileOptions, parse_options
 from gradsplit.compile_core.pipeline import CompiledGraph, compile_module
 from gradsplit.compile_core.torch_facts.apart_from_torch_compile import outside_of_its_compilation
-from gradsplit.compile_core.torch_facts.fake_tensors import fakes_like
+from gradsplit.compile_core.torch_facts.fakes_like import fakes_like
 from gradsplit.compile_core.torch_facts.symbolic_numbers import value_at_compilation
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ import gradsplit
 from gradsplit.compile_core.autograd.captured_graphs.attention_calls import attention_laid_out
 from gradsplit.compile_core.autograd.captured_graphs.fake_values import note_fake_values
 from gradsplit.compile_core.autograd.captured_graphs.known_masks import simplify_masks
-from gradsplit.compile_core.torch_facts.fake_tensors import fakes_like
+from gradsplit.compile_core.torch_facts.fakes_like import fakes_like
 
 SIZE = 6
 
