@@ -205,7 +205,7 @@ def corrected(func: Any, args: tuple[Any, ...], result: Any) -> Any:
     correct = _CORRECTIONS.get(func)
     if correct is not None:
         return correct(args, result)
-    return _with_dims_of_one(args, result) if torch.Tag.pointwise in func.tags else result
+    return _walked_at_once(args, result) if torch.Tag.pointwise in func.tags else result
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -257,23 +257,31 @@ def _elementwise(args: tuple[Any, ...], result: Tensor) -> Tensor:
     """As all kernels of two tensors lie that walk over elements, on every device; forms in Python take turns."""
     if not any(isinstance(value, Tensor) for value in args[:2]):
         return result  # torch.div(7, 2) is a tensor without dims
-    return _with_dims_of_one(args, _as(torch.eq(args[0], args[1]), result))
+    return _walked_at_once(args, _as(torch.eq(args[0], args[1]), result))
 
 
-def _with_dims_of_one(args: tuple[Any, ...], result: Any) -> Any:
-    """Kernels give a dim that a tensor lacks no stride, forms in Python that of one element; they order dims by it."""
+def _walked_at_once(args: tuple[Any, ...], result: Any) -> Any:
+    """Kernels walk over all tensors at once, and order dims by their strides. They give a dim that a tensor lacks none,
+    forms in Python that of one element; and where these take turns, a tensor between lies otherwise than those given,
+    which matters where none of them has a stride in each dim."""
     if not isinstance(result, Tensor) or result.dim() < 2:
         return result
     tensors = [value for value in args if isinstance(value, Tensor)]
-    sizes = [size for size in result.shape if type(size) is int]
-    if 1 not in sizes or 0 in sizes or not any(0 < tensor.dim() < result.dim() for tensor in tensors):
-        return result
     walk = {2: torch.eq, 3: torch.where}.get(len(tensors))
-    if walk is None:
+    shape = [value_at_compilation(size) for size in result.shape]
+    if walk is None or 0 in shape:
+        return result
+    lacks_dims = 1 in shape and any(0 < tensor.dim() < len(shape) for tensor in tensors)
+    if not lacks_dims and any(_has_each_stride(tensor, shape) for tensor in tensors):
         return result
     with disable_current_modes():
         plain = walk(*(_small(tensor, torch.bool) for tensor in tensors))
     return result if memory_order(plain.stride()) == memory_order(result.stride()) else _as(plain, result)
+
+
+def _has_each_stride(tensor: Tensor, shape: Sequence[int]) -> bool:
+    sizes = [value_at_compilation(size) for size in tensor.shape]
+    return sizes == shape and not repeated_dims(sizes, tensor.stride())
 
 
 def _as(other: Tensor, result: Tensor) -> Tensor:
@@ -458,6 +466,7 @@ _CORRECTIONS: Mapping[Any, Callable[[tuple[Any, ...], Any], Any]] = {
     aten.norm.ScalarOpt_dim: _norm,
     aten.norm.ScalarOpt_dim_dtype: _norm,
     **dict.fromkeys(_OF_TWO, _elementwise),
+    aten.rsub.Tensor: lambda args, result: _walked_at_once((args[1], args[0]), result),
     aten.channel_shuffle.default: _channels_last_or_row_major,
     aten.max_unpool2d.default: _channels_last_or_row_major,
     aten.reflection_pad3d.default: _channels_last_or_row_major,

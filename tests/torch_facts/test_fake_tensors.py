@@ -1,6 +1,7 @@
 """Fake tensors as the modes of this project show them."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -80,7 +81,14 @@ def _zeros(draw: st.DrawFn) -> torch.Tensor:
     return tensor.unsqueeze(0) if draw(st.booleans()) else tensor
 
 
-@pytest.mark.parametrize(("count", "function"), [(2, torch.mul), (3, torch.addcmul)])
+@pytest.mark.parametrize(
+    ("count", "function"),
+    [
+        (2, torch.mul),
+        (3, torch.addcmul),
+        *((2, partial(function, alpha=2)) for function in (torch.add, torch.sub, torch.rsub)),
+    ],
+)
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_elementwise_results_lie_as_those_of_kernels(
@@ -96,6 +104,15 @@ def test_elementwise_results_lie_as_those_of_kernels(
         found = function(*map(mode.from_tensor, tensors))
     moving = [d for d, size in enumerate(expected.shape) if size > 1]
     assert [found.stride(d) for d in moving] == [expected.stride(d) for d in moving]
+
+
+def test_a_multiple_that_is_added_lies_as_the_kernel_lays_it_where_both_are_repeated() -> None:
+    given = torch.empty_strided((4, 2), (1, 4)), torch.empty_strided((4, 1, 2), (1, 2, 4))
+    mode = FakeTensorMode()
+    for function in (torch.add, torch.sub, torch.rsub):
+        with mode, run_on_fakes(mode):
+            found = function(*map(mode.from_tensor, given), alpha=2)
+        assert found.stride() == function(*given, alpha=2).stride()
 
 
 def test_results_of_two_tensors_lie_as_those_of_kernels_under_one_row() -> None:
