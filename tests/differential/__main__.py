@@ -47,7 +47,7 @@ def main() -> int:
         print(with_open_sizes(source, arguments.first % 2 == 1) if arguments.open_sizes else source)
         return 0
     arguments.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="differential") as folder:
+    with tempfile.TemporaryDirectory(prefix="differential", ignore_cleanup_errors=True) as folder:
         search = Search(arguments.out, Path(folder), arguments.timeout, arguments.most, arguments.verify)
         if arguments.operators:
             requests = search.sample_requests(arguments.every, arguments.match)
