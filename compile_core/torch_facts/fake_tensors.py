@@ -11,7 +11,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import prod
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from gradsplit.compile_core.torch_facts.dispatcher import (
 )
 from gradsplit.compile_core.torch_facts.interpolation import interpolated
 from gradsplit.compile_core.torch_facts.recurrent_networks import NETWORKS, layered
+from gradsplit.compile_core.torch_facts.small_tensors import refuse_dtypes, small
 from gradsplit.compile_core.torch_facts.symbolic_numbers import (
     memory_order,
     repeated_dims,
@@ -184,6 +184,7 @@ def run_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return func(*args, **kwargs)  # a higher-order one, which has no kernel
     if func._schema.is_mutable and torch.Tag.inplace_view not in func.tags and args:
         _refuse_repeated(func, args[0])
+    refuse_dtypes(func, args, kwargs)
     like = _LIKE.get(func)
     return corrected(func, args, func(*args, **kwargs) if like is None else like(args))
 
@@ -275,7 +276,7 @@ def _walked_at_once(args: tuple[Any, ...], result: Any) -> Any:
     if not lacks_dims and any(_has_each_stride(tensor, shape) for tensor in tensors):
         return result
     with disable_current_modes():
-        plain = walk(*(_small(tensor, torch.bool) for tensor in tensors))
+        plain = walk(*(small(tensor, torch.bool) for tensor in tensors))
     return result if memory_order(plain.stride()) == memory_order(result.stride()) else _as(plain, result)
 
 
@@ -322,22 +323,10 @@ def _as_run(func: Any) -> Callable[[tuple[Any, ...], Tensor], Tensor]:
         if result.device.type != "cpu" or result.dim() < 2 or 0 in sizes:
             return result
         with disable_current_modes():
-            plain = func(*tree_map_only(Tensor, _small, args))
+            plain = func(*tree_map_only(Tensor, small, args))
         return result if memory_order(plain.stride()) == memory_order(result.stride()) else _as(plain, result)
 
     return correct
-
-
-def _small(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Zeros of at most two elements a dim, with strides of the same order; equal ones stay equal."""
-    shape = [min(value_at_compilation(size), 2) for size in tensor.shape]
-    strides = [value_at_compilation(stride) for stride in tensor.stride()]
-    small, step = {0: 0}, 1
-    for stride in sorted({*strides} - {0}):
-        small[stride] = step
-        step *= prod(size for size, of in zip(shape, strides, strict=True) if of == stride) + 1
-    memory = torch.zeros(step, dtype=dtype or tensor.dtype, device="cpu")
-    return memory.as_strided(shape, [small[stride] for stride in strides])
 
 
 def _index(args: tuple[Any, ...]) -> Tensor:
@@ -462,6 +451,7 @@ _CORRECTIONS: Mapping[Any, Callable[[tuple[Any, ...], Any], Any]] = {
     aten.slice_scatter.default: _scattered,
     aten.select_scatter.default: _scattered,
     aten.diagonal_scatter.default: _scattered,
+    aten.mv.default: _dtype_of_target,
     aten.linalg_vector_norm.default: _norm,
     aten.norm.ScalarOpt_dim: _norm,
     aten.norm.ScalarOpt_dim_dtype: _norm,

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 
 import gradsplit
 from gradsplit.compile_core.autograd.tracing.record_operators import record
@@ -122,3 +123,40 @@ def test_results_of_two_tensors_lie_as_those_of_kernels_under_one_row() -> None:
         with mode, run_on_fakes(mode):
             found = function(*map(mode.from_tensor, tensors))
         assert found.stride()[1:] == function(*tensors).stride()[1:]
+
+
+_ROWS, _DOUBLES, _PLACES = torch.zeros(3, 4), torch.ones(3, 4, dtype=torch.float64), torch.tensor([0, 2])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: _ROWS @ _DOUBLES[0],
+        lambda: _ROWS[:0] @ _DOUBLES[0],
+        lambda: _ROWS.index_add(0, _PLACES, _DOUBLES[:2]),
+        lambda: torch.heaviside(_ROWS, _DOUBLES),
+        lambda: functional.nll_loss(_ROWS, torch.tensor([0, 1, 2]), _DOUBLES[0]),
+        lambda: functional.batch_norm(_ROWS, None, None, _DOUBLES[0], training=True),
+        lambda: functional.layer_norm(_ROWS, (4,), _DOUBLES[0]),
+        lambda: _ROWS + _DOUBLES,
+        lambda: torch.cat([_ROWS, _DOUBLES]),
+        lambda: torch.where(_ROWS > 0, _ROWS, _DOUBLES),
+    ],
+)
+def test_floats_of_two_types_are_refused_where_kernels_refuse_them(call: Callable[[], torch.Tensor]) -> None:
+    try:
+        expected: object = call().dtype
+    except RuntimeError as error:
+        expected = str(error)
+    try:
+        found: object = gradsplit.compile(call)().dtype
+    except RuntimeError as error:
+        found = str(error).splitlines()[0]
+        expected = str(expected).splitlines()[0]
+    assert found == expected
+
+
+def test_a_layer_norm_of_half_numbers_with_float_weights_is_no_refusal() -> None:
+    x, weight = torch.randn(3, 8, dtype=torch.bfloat16), torch.randn(8)
+    norm = gradsplit.compile(lambda x, weight: functional.layer_norm(x, (8,), weight), fullgraph=True)
+    torch.testing.assert_close(norm(x, weight), functional.layer_norm(x, (8,), weight), atol=2e-2, rtol=2e-2)
