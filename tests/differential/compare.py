@@ -162,6 +162,18 @@ def _with_memory(value: Any) -> Any:
 _SUMS = frozenset(["sum", "mean", "add", "sub", "cumsum", "dot", "mv", "mm", "addmm", "bmm"])
 
 
+# What these give is how far their terms are from a mean, over a deviation, whose inverse comes last but for bytes.
+_NORMS = frozenset(
+    [
+        "native_batch_norm",
+        "_native_batch_norm_legit",
+        "_batch_norm_with_update",
+        "native_layer_norm",
+        "native_group_norm",
+    ]
+)
+
+
 def _last_bits(terms: Any, dtype: torch.dtype) -> float:
     """What a sum of these may be off by, however small it is, as its terms are added in another order."""
     sizes = [_largest(term) for term in terms if isinstance(term, torch.Tensor)]
@@ -219,6 +231,8 @@ class _Counting(TorchDispatchMode):
                 last = 0.0
                 if is_new and name in _SUMS and part.is_floating_point():
                     last = _last_bits(arguments, part.dtype)
+                if name in _NORMS and part is parts[0]:
+                    last = _last_bits(arguments[:1], part.dtype) * _largest(parts[2])
                 if self._generator is not None and is_new and name not in _EXACT:
                     self._move(part, last)
                 if self._without_remainders and is_new and part.is_floating_point() and name not in _EXACT:
