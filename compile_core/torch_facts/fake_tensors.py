@@ -170,6 +170,9 @@ class _CorrectedFakes(TorchDispatchMode):
             return NotImplemented
         if func is _DEVICE:
             return device_of(args[0])
+        if isinstance(func, OpOverload):
+            # Not in a trace of a backward, where what torch says of a norm's mean, which nobody sees, is another type.
+            refuse_dtypes(func, args, kwargs or {})
         return run_operator(func, args, kwargs or {})
 
 
@@ -184,7 +187,6 @@ def run_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return func(*args, **kwargs)  # a higher-order one, which has no kernel
     if func._schema.is_mutable and torch.Tag.inplace_view not in func.tags and args:
         _refuse_repeated(func, args[0])
-    refuse_dtypes(func, args, kwargs)
     like = _LIKE.get(func)
     return corrected(func, args, func(*args, **kwargs) if like is None else like(args))
 

@@ -43,31 +43,32 @@ def refuse_dtypes(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, 
         return
     with disable_current_modes(), torch.no_grad():
         # Other arguments may say how large the tensors are, so that small ones do not do.
-        for like in (small, _of_one_element):
-            refusal = _refusal(func, args, kwargs, like)
+        for like in (small, _as_large):
+            refusal = _refusal(func, args, kwargs, like, None)
             if refusal is None:
                 return
-            if _refusal(func, args, kwargs, lambda tensor, like=like: _in_float32(like(tensor))) is None:
+            if _refusal(func, args, kwargs, like, torch.float32) is None:
                 raise refusal
 
 
-def _of_one_element(tensor: Tensor) -> Tensor:
-    """As large, without memory for it."""
+def _as_large(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     shape = [value_at_compilation(size) for size in tensor.shape]
-    return torch.zeros((), dtype=tensor.dtype).expand(shape)
-
-
-def _in_float32(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.is_floating_point() else tensor
+    return torch.zeros(shape, dtype=dtype or tensor.dtype)
 
 
 def _refusal(
-    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], like: Callable[[Tensor], Tensor]
+    func: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    like: Callable[[Tensor, torch.dtype | None], Tensor],
+    dtype: torch.dtype | None,
 ) -> Exception | None:
-    """What a call raises for tensors like those given."""
+    """What a call raises for tensors like those given, floats among them of one type if there is one given."""
 
     def plain(value: Any) -> Any:
-        return like(value) if isinstance(value, Tensor) else value_at_compilation(value)
+        if not isinstance(value, Tensor):
+            return value_at_compilation(value)
+        return like(value, dtype if value.is_floating_point() else None)
 
     try:
         func(*tree_map(plain, args), **tree_map(plain, dict(kwargs)))

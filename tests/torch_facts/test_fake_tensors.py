@@ -156,7 +156,20 @@ def test_floats_of_two_types_are_refused_where_kernels_refuse_them(call: Callabl
     assert found == expected
 
 
-def test_a_layer_norm_of_half_numbers_with_float_weights_is_no_refusal() -> None:
-    x, weight = torch.randn(3, 8, dtype=torch.bfloat16), torch.randn(8)
-    norm = gradsplit.compile(lambda x, weight: functional.layer_norm(x, (8,), weight), fullgraph=True)
-    torch.testing.assert_close(norm(x, weight), functional.layer_norm(x, (8,), weight), atol=2e-2, rtol=2e-2)
+@pytest.mark.parametrize("backend", ["aot_eager", "triton"])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda x, weight: functional.layer_norm(x, (8,), weight),
+        lambda x, weight: functional.batch_norm(x, None, None, weight, training=True),
+        lambda x, weight: functional.group_norm(x, 2, weight),
+    ],
+)
+def test_norms_of_half_numbers_with_float_weights_are_compiled(
+    norm: Callable[..., torch.Tensor], backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, weight = torch.randn(3, 8, dtype=torch.bfloat16), torch.randn(8, requires_grad=True)
+    found = gradsplit.compile(norm, fullgraph=True, backend=backend)(x, weight)
+    torch.testing.assert_close(found, norm(x, weight), atol=2e-2, rtol=2e-2)
+    found.sum().backward()
+    assert weight.grad is not None and not caplog.records
