@@ -19,7 +19,8 @@ from gradsplit.compile_core.capture.code_objects.instructions import parameter_n
 from gradsplit.compile_core.capture.code_objects.resume import rest_of
 from gradsplit.compile_core.capture.frames.frame import BreakRequested, Frame
 from gradsplit.compile_core.capture.graph.fake_inputs import has_layout
-from gradsplit.compile_core.capture.graph.output_graph import RESIZED_WITH_HISTORY, InputRecord
+from gradsplit.compile_core.capture.graph.out_arguments import RESIZED_WITH_HISTORY
+from gradsplit.compile_core.capture.graph.output_graph import InputRecord
 from gradsplit.compile_core.capture.graph_breaks import BreakWriter, enter
 from gradsplit.compile_core.capture.object_model.classes import FINALIZER
 from gradsplit.compile_core.capture.object_model.functions import FunctionValue

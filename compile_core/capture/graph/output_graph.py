@@ -26,10 +26,10 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.immutable_collections import immutable_list
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_leaves
 
 from gradsplit.compile_core.capture.graph.data_sizes import DataSizes
 from gradsplit.compile_core.capture.graph.fake_inputs import InnerFakes, layout_of, make_fake
+from gradsplit.compile_core.capture.graph.out_arguments import refuse_unlike_out
 from gradsplit.compile_core.capture.open_numbers.open_floats import takes_open_floats
 from gradsplit.compile_core.capture.open_numbers.symbolic_sizes import SymbolicSizes, TensorSizes
 from gradsplit.compile_core.capture.values.base import PlainCall
@@ -51,10 +51,6 @@ from gradsplit.compile_core.torch_facts.fake_tensors import run_on_fakes, with_k
 from gradsplit.compile_core.torch_facts.symbolic_numbers import depends_on_data
 from gradsplit.compile_core.torch_facts.torch_switches import free_guards
 from gradsplit.compile_core.torch_facts.wrapper_tensors import inner_tensors
-
-# Autograd makes the history of such a tensor anew, from whatever it was a view of and who held its gradient: what a
-# graph has returned has another.
-RESIZED_WITH_HISTORY = "resized-out-with-history"
 
 _NO_FAKE_RULE = (
     DataDependentOutputException,
@@ -282,7 +278,7 @@ class OutputGraph:
         out = [] if fake_kwargs.get("out") is None else nodes_in(kwargs["out"])
         if out:
             with run_on_fakes(self.fake_mode):
-                _refuse_unlike_out(run, out, fake_args, fake_kwargs)
+                refuse_unlike_out(run, out, fake_args, fake_kwargs)
         counted = [tensor for tensor in map(_fake_of, out) if not tensor.is_inference()]
         versions = [tensor._version for tensor in counted]
         if isinstance(run, types.FunctionType):
@@ -416,50 +412,6 @@ def _as_given(arguments: Any) -> Any:
     if type(arguments) in (tuple, immutable_list):
         return (tuple if type(arguments) is tuple else list)(map(_as_given, arguments))
     return arguments
-
-
-def _refuse_unlike_out(function: Any, out: list[fx.Node], arguments: Any, keywords: Any) -> None:
-    """An ``out=`` of another dtype changes what is computed (a sum is of elements cast to it), or is refused by some
-    operators; fake tensors take no notice of either. A trace would forget how it lies in memory. One of another size is
-    resized, which no graph does to what shares its memory with something.
-
-    A new one without elements may be: the result takes its place. Fake tensors then lie in row-major order, kernels as
-    the result does, as a rule.
-    """
-    given = [_fake_of(node) for node in out]
-    without = {**keywords, "out": None}
-    read = {id(value) for value in tree_leaves((arguments, without))}
-    new = all(
-        tensor.numel() == 0 and not tensor._is_view() and not node.users and id(tensor) not in read
-        for node, tensor in zip(out, given, strict=True)
-    )
-    try:
-        results = tree_leaves(function(*arguments, **without))
-    except Exception:  # whatever it is, the call itself tells
-        return
-    resized = [
-        tensor
-        for result, tensor in zip(results, given, strict=False)
-        if result.shape != tensor.shape and not (new and result.is_contiguous())
-    ]
-    if resized:
-        has_history = any(tensor.requires_grad or tensor._is_view() for tensor in resized)
-        raise Unsupported(
-            RESIZED_WITH_HISTORY if has_history else "resized-out",
-            "a result given as out= is resized",
-            "give one of the result's size, or an empty one",
-        )
-    if any(_is_of_another_kind(result, tensor) for result, tensor in zip(results, given, strict=False)):
-        raise Unsupported(
-            "out-of-other-kind",
-            "a result given as out= has another dtype, or lies otherwise in memory, than what is computed",
-            "give one that is as the result is, and cast or copy it afterwards",
-        )
-
-
-def _is_of_another_kind(result: torch.Tensor, out: torch.Tensor) -> bool:
-    differ = any(n != 1 and a != b for n, a, b in zip(out.shape, out.stride(), result.stride(), strict=False))
-    return result.dtype != out.dtype or (result.shape == out.shape and differ)
 
 
 def _shown(target: Any) -> str:
