@@ -415,3 +415,35 @@ def test_what_is_written_into_stays_where_it_lies(write: str, lies: str) -> None
     expected, found = program(given()), gradsplit.compile(program)(given())
     for one, other in zip(expected, found, strict=True):
         assert torch.equal(one, other) and one.stride() == other.stride()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: torch.mean(x, 0, out=x[0]),
+        lambda x: torch.sum(x[:1], 0, out=x[0]),
+        lambda x: torch.cumsum(x[:3], 0, out=x[1:]),
+        lambda x: torch.add(x, 1, out=x),
+        lambda x: torch.neg(x[:2], out=x[2:]),
+        lambda x: torch.neg(x[:2], out=x[1:3]),
+    ],
+)
+def test_a_result_over_what_is_read_is_what_the_kernel_makes_of_it(
+    change: Callable[[Tensor], Tensor],
+) -> None:
+    x = torch.arange(12.0).view(4, 3)
+    ours = x.clone()
+    try:
+        change(x)
+    except RuntimeError as error:
+        with pytest.raises(RuntimeError, match=str(error)[:30]):
+            gradsplit.compile(change)(ours)
+    else:
+        gradsplit.compile(change)(ours)
+    assert torch.equal(ours, x)
+
+
+def test_an_elementwise_result_over_what_is_read_is_in_a_graph() -> None:
+    x = torch.ones(4)
+    gradsplit.compile(lambda x: torch.add(x, 1, out=x), fullgraph=True)(x)
+    assert torch.equal(x, torch.full((4,), 2.0))

@@ -25,7 +25,8 @@ def refuse_unlike_out(function: Any, out: list[fx.Node], arguments: Any, keyword
     """
     given = [node.meta["example_value"] for node in out]
     without = {**keywords, "out": None}
-    read = {id(value) for value in tree_leaves((arguments, without))}
+    leaves = tree_leaves((arguments, without))
+    read = {id(value) for value in leaves}
     new = all(
         tensor.numel() == 0 and not tensor._is_view() and not node.users and id(tensor) not in read
         for node, tensor in zip(out, given, strict=True)
@@ -46,12 +47,40 @@ def refuse_unlike_out(function: Any, out: list[fx.Node], arguments: Any, keyword
             "a result given as out= is resized",
             "give one of the result's size, or an empty one",
         )
+    is_elementwise = _is_elementwise(function)
+    shared = [(tensor, value) for tensor in given for value in leaves if _share_memory(tensor, value)]
+    if not all(is_elementwise and _are_same_elements(*pair) for pair in shared):
+        raise Unsupported(
+            "out-over-input",
+            "a result given as out= shares its memory with what the call reads, which sees some of the result by then",
+            "give another tensor, and copy it afterwards",
+        )
     if any(_is_of_another_kind(result, tensor) for result, tensor in zip(results, given, strict=False)):
         raise Unsupported(
             "out-of-other-kind",
             "a result given as out= has another dtype, or lies otherwise in memory, than what is computed",
             "give one that is as the result is, and cast or copy it afterwards",
         )
+
+
+def _is_elementwise(function: Any) -> bool:
+    """Whether each element is read when it is written; kernels refuse what shares memory otherwise."""
+    packet = getattr(torch.ops.aten, getattr(function, "__name__", str(function)), None)
+    overloads = [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
+    return any(torch.Tag.pointwise in overload.tags for overload in overloads)
+
+
+def _share_memory(tensor: torch.Tensor, value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return False
+    return tensor.untyped_storage()._cdata == value.untyped_storage()._cdata
+
+
+def _are_same_elements(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    return tensor.storage_offset() == value.storage_offset() and (tensor.shape, tensor.stride()) == (
+        value.shape,
+        value.stride(),
+    )
 
 
 def _is_of_another_kind(result: torch.Tensor, out: torch.Tensor) -> bool:
