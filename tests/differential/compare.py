@@ -235,6 +235,9 @@ class _Counting(TorchDispatchMode):
                     last = _last_bits(arguments[:1], part.dtype) * _largest(parts[2])
                 if self._generator is not None and is_new and name not in _EXACT:
                     self._move(part, last)
+                is_written = not (function.is_view or part._is_zerotensor() or name in _EXACT)
+                if self._generator is not None and is_written and part.is_floating_point():
+                    self._draw_bits(part)
                 if self._without_remainders and is_new and part.is_floating_point() and name not in _EXACT:
                     part.copy_(torch.where(part.abs() < last, 0.0, _rounded(part)))
         return result
@@ -257,9 +260,15 @@ class _Counting(TorchDispatchMode):
         torch.ops.aten.mul_.Tensor(value, (1 + noise * _shake(value.dtype)).to(value.dtype))
         if last:
             value.add_((noise * last).to(value.dtype))
-        # The sign of what is no number is left to the order of operands, which kernels choose as they like.
-        if value.is_floating_point():
-            value.copy_(torch.where(value.isnan(), value.copysign(noise.to(value.dtype)), value))
+
+    def _draw_bits(self, value: torch.Tensor) -> None:
+        """Sign and other bits of what is no number, which kernels leave to the order of operands, and to luck."""
+        bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[value.element_size()]
+        free = 2 ** (round(-math.log2(torch.finfo(value.dtype).eps)) - 1)
+        drawn = torch.randint(-free, free, value.shape, generator=self._generator)
+        nan = torch.full(value.shape, math.nan, dtype=value.dtype)
+        other = (nan.view(bits) | drawn.abs().to(bits)).view(value.dtype).copysign(drawn.to(value.dtype))
+        value.copy_(torch.where(value.isnan(), other, value))
 
 
 # ---- running -------------------------------------------------------------------------------------------
