@@ -86,6 +86,18 @@ def is_needed_unread(node: Node) -> bool:
     return node.op in ("placeholder", "output") or acts(node)
 
 
+def tags_by_name(target: Any) -> set[torch.Tag]:
+    """The tags of all forms of torch's operator that a captured call, of a function or method, is named like."""
+    packet = getattr(
+        torch.ops.aten, target if isinstance(target, str) else getattr(target, "__name__", ""), None
+    )
+    return (
+        set()
+        if packet is None
+        else {tag for name in packet.overloads() for tag in getattr(packet, name).tags}
+    )
+
+
 def is_random(node: Node) -> bool:
     """Whether the node moves a generator; attention without dropout does not, though its operator can."""
     return is_random_call(node.target, node.args, node.kwargs)

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from gradsplit.compile_core.autograd.captured_graphs.cut_points import find_cut_points
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.host_part import HostPart
+from gradsplit.compile_core.torch_facts.dispatcher import tags_by_name
 from gradsplit.compile_core.torch_facts.lazy_modules import lazy_module
 from gradsplit.compile_core.torch_facts.thread_state import enter_autocast
 
@@ -70,11 +71,8 @@ def _constant_numbers(module: GraphModule, values: Mapping[Node, Any]) -> set[No
 
 
 def _is_pointwise(node: Node) -> bool:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    packet = getattr(torch.ops.aten, name, None)
-    tags = [getattr(packet, overload).tags for overload in packet.overloads()] if packet is not None else []
-    is_pointwise = any(torch.Tag.pointwise in each for each in tags)
-    return is_pointwise and not any(torch.Tag.nondeterministic_seeded in each for each in tags)
+    tags = tags_by_name(node.target)
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
 def _host_nodes(

@@ -9,6 +9,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.torch_facts.dispatcher import tags_by_name
 
 # Autograd makes the history of such a tensor anew, from whatever it was a view of and who held its gradient: what a
 # graph has returned has another.
@@ -18,7 +19,8 @@ RESIZED_WITH_HISTORY = "resized-out-with-history"
 def refuse_unlike_out(function: Any, out: list[fx.Node], arguments: Any, keywords: Any) -> None:
     """An ``out=`` of another dtype changes what is computed (a sum is of elements cast to it), or is refused by some
     operators; fake tensors take no notice of either. A trace would forget how it lies in memory. One of another size is
-    resized, which no graph does to what shares its memory with something.
+    resized, which no graph does to what shares its memory with something. One over what is read is written to while a
+    kernel reads.
 
     A new one without elements may be: the result takes its place. Fake tensors then lie in row-major order, kernels as
     the result does, as a rule.
@@ -47,9 +49,11 @@ def refuse_unlike_out(function: Any, out: list[fx.Node], arguments: Any, keyword
             "a result given as out= is resized",
             "give one of the result's size, or an empty one",
         )
-    is_elementwise = _is_elementwise(function)
     shared = [(tensor, value) for tensor in given for value in leaves if _share_memory(tensor, value)]
-    if not all(is_elementwise and _are_same_elements(*pair) for pair in shared):
+    # Elementwise kernels read each element when they write it, and refuse what shares memory otherwise.
+    if shared and not (
+        torch.Tag.pointwise in tags_by_name(function) and all(_are_same_elements(*pair) for pair in shared)
+    ):
         raise Unsupported(
             "out-over-input",
             "a result given as out= shares its memory with what the call reads, which sees some of the result by then",
@@ -61,13 +65,6 @@ def refuse_unlike_out(function: Any, out: list[fx.Node], arguments: Any, keyword
             "a result given as out= has another dtype, or lies otherwise in memory, than what is computed",
             "give one that is as the result is, and cast or copy it afterwards",
         )
-
-
-def _is_elementwise(function: Any) -> bool:
-    """Whether each element is read when it is written; kernels refuse what shares memory otherwise."""
-    packet = getattr(torch.ops.aten, getattr(function, "__name__", str(function)), None)
-    overloads = [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
-    return any(torch.Tag.pointwise in overload.tags for overload in overloads)
 
 
 def _share_memory(tensor: torch.Tensor, value: Any) -> bool:
